@@ -7,25 +7,20 @@ from typing import Any
 from rich.console import Console
 
 from megatron_rl.algorithms.objective import find_objective
-from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import Json
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.presets import PRESETS
 
-app = plain_app()
-
 
 @dataclass(frozen=True)
 class AlgorithmsOptions:
-    """Options of the command."""
-
     json: Json = False
 
 
-@command(app, "algorithms", "List the presets of the objective: parts, needs, sources.")
+@command("algorithms", "List the presets of the objective: parts, needs, sources.")
 def algorithms(options: AlgorithmsOptions, console: Console) -> int:
-    """Exit code: 0."""
     rows = [describe(name) for name in PRESETS]
     say(console, *([json.dumps(rows, indent=2)] if options.json else map(_text, rows)))
     return 0

@@ -12,7 +12,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.command import command, group
 from megatron_rl.cli.command_line.parameters import DryRun, RunFolder
 from megatron_rl.cli.command_line.printing import check_plots, counted, progress, say
 from megatron_rl.config.errors import InputError
@@ -21,7 +21,7 @@ from megatron_rl.protocol.whole_file import write_whole
 if TYPE_CHECKING:
     from megatron_rl.analysis.results import Analysis, WeightsResult
 
-app = plain_app("Analyses of a run or of checkpoints, into one folder with a report.")
+group(__name__, "Analyses of a run or of checkpoints, into one folder with a report.")
 _NOTHING = "Dry run: nothing was written."
 Out = Annotated[Path, typer.Option(help="Folder of the report.")]
 NoPlots = Annotated[bool, typer.Option("--no-plots", help="Write no plots.")]
@@ -29,8 +29,6 @@ NoPlots = Annotated[bool, typer.Option("--no-plots", help="Write no plots.")]
 
 @dataclass(frozen=True)
 class WeightsOptions:
-    """Options of `analyse weights`."""
-
     models: Annotated[list[Path], typer.Argument()]
     """Model folders, runs, checkpoints."""
     out: Out
@@ -43,8 +41,6 @@ class WeightsOptions:
 
 @dataclass(frozen=True)
 class PlaneOptions:
-    """Options of `analyse plane`."""
-
     out: Out
     write: Annotated[Path | None, typer.Option(metavar="GRID")] = None
     """Folder for the models of the grid."""
@@ -66,16 +62,13 @@ class PlaneOptions:
 
 @dataclass(frozen=True)
 class LengthsOptions:
-    """Options of `analyse lengths`."""
-
     run_dir: RunFolder
     out: Out
     no_plots: NoPlots = False
 
 
-@command(app, "weights", "Principal directions of checkpoints.")
+@command("weights", "Principal directions of checkpoints.")
 def weights(options: WeightsOptions, console: Console) -> int:
-    """Exit code: 0, 2 (bad input)."""
     # torch is slow to load; so below.
     from megatron_rl.analysis.checkpoints import find_checkpoints, open_checkpoints
     from megatron_rl.analysis.principal import gram_matrix, principal_directions
@@ -106,9 +99,8 @@ def weights(options: WeightsOptions, console: Console) -> int:
     return 0
 
 
-@command(app, "plane", "Models over the first two directions, and their figures.")
+@command("plane", "Models over the first two directions, and their figures.")
 def plane(options: PlaneOptions, console: Console) -> int:
-    """Exit code: 0, 2 (bad input)."""
     from megatron_rl.analysis.grid import collect_grid
 
     if (options.write is None) == (options.read is None):
@@ -154,9 +146,8 @@ def _write_grid(options: PlaneOptions, weights: "WeightsResult", console: Consol
     return 0
 
 
-@command(app, "lengths", "Reward against log(length) of a run's rollouts.")
+@command("lengths", "Reward against log(length) of a run's rollouts.")
 def lengths(options: LengthsOptions, console: Console) -> int:
-    """Exit code: 0, 2 (bad input)."""
     from megatron_rl.analysis.lengths import fit_lengths
 
     found = fit_lengths(options.run_dir)

@@ -7,18 +7,14 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import Json, RunFolder
 from megatron_rl.cli.command_line.printing import printable, progress, say
 from megatron_rl.observe.audit import Findings, audit_records
 
-app = plain_app()
-
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """Options of the command."""
-
     run_dir: RunFolder
     model: bool = False
     """Also load hf/final in transformers: compare its logits with the trainer's, and repeat the
@@ -26,7 +22,7 @@ class AuditOptions:
     json: Json = False
 
 
-@command(app, "audit", "Check a run's records for consistency.")
+@command("audit", "Check a run's records for consistency.")
 def audit(options: AuditOptions, console: Console) -> int:
     """Exit code: 0 (all holds), 1, 2 (bad input)."""
     with progress(Console(stderr=True), "files of rollouts") as report:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.command import NoOptions, command, group
 from megatron_rl.cli.command_line.parameters import (
     ConfigFiles,
     Json,
@@ -39,7 +39,7 @@ from megatron_rl.config.reference import (
 )
 from megatron_rl.config.renamed import migrate
 from megatron_rl.config.shipped import config_path, names_shipped, shipped
-from megatron_rl.config.tree import Config, PromptSource
+from megatron_rl.config.tree import PromptSource
 from megatron_rl.data.kinds import read_as
 from megatron_rl.protocol.whole_file import write_whole
 
@@ -59,18 +59,16 @@ def _all(
     return 0
 
 
-app = plain_app("Print every key as TOML that explains itself; or one of these:", callback=_all)
+group(__name__, "Print every key as TOML that explains itself; or one of these:", callback=_all)
 
 
 @dataclass(frozen=True)
 class ExplainOptions:
-    """Options of `config explain`."""
-
     key: Annotated[str, typer.Argument(metavar="section.key", autocompletion=complete_key)]
 
 
 @command(
-    app, "explain", "Say what a key, or the keys of a section, mean; names of verl or TRL work too."
+    "explain", "Say what a key, or the keys of a section, mean; names of verl or TRL work too."
 )
 def explain_key(options: ExplainOptions, console: Console) -> int:
     """Exit code: 0, 2 (no such key)."""
@@ -106,8 +104,6 @@ def _explanation(entry: Entry) -> list[str]:
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """Options of `config show`."""
-
     overrides: Annotated[
         list[str],
         typer.Argument(
@@ -121,9 +117,8 @@ class ShowOptions:
     json: Json = False
 
 
-@command(app, "show", "Print every value that a run would use, and where it is from.")
+@command("show", "Print every value that a run would use, and where it is from.")
 def show(options: ShowOptions, console: Console) -> int:
-    """Exit code: 0, 2 (bad input)."""
     named = [_file(word) for word in options.overrides if "=" not in word]
     overrides = [word for word in options.overrides if "=" in word]
     layers = read_layers([*named, *map(config_path, options.config)], overrides)
@@ -149,11 +144,6 @@ def resolved_rows(layers: Layers) -> list[tuple[str, Any, str]]:
     return [(public_key(key), value, layers.origin_of(key)) for key, value in found]
 
 
-def _values(config: Config) -> dict[str, Any]:
-    found = leaves(config.model_dump(mode="json"), "")
-    return {public_key(key): value for key, value in found}
-
-
 _Side = Annotated[
     str,
     typer.Argument(
@@ -165,18 +155,17 @@ _Side = Annotated[
 
 @dataclass(frozen=True)
 class DiffOptions:
-    """Options of `config diff`."""
-
     first: _Side
     second: _Side
     json: Json = False
 
 
-@command(app, "diff", "Print how two configurations differ; exit code 1 if they do.")
+@command("diff", "Print how two configurations differ; exit code 1 if they do.")
 def diff(options: DiffOptions, console: Console) -> int:
     """Exit code: 0 (no difference), 1, 2 (bad input)."""
     first, second = (
-        _values(resolve(read_layers(_file(n)))) for n in (options.first, options.second)
+        {key: value for key, value, _ in resolved_rows(read_layers(_file(name)))}
+        for name in (options.first, options.second)
     )
     differing = [
         key
@@ -222,13 +211,11 @@ def _near(origin: str) -> str:
 
 @dataclass(frozen=True)
 class MigrateOptions:
-    """Options of `config migrate`."""
-
     files: Annotated[list[Path], typer.Argument(metavar="FILE...")]
     """TOML files to rewrite."""
 
 
-@command(app, "migrate", "Rewrite TOML files that use former names of keys.")
+@command("migrate", "Rewrite TOML files that use former names of keys.")
 def migrate_files(options: MigrateOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input; no file is changed)."""
     found = [(path, *_migrated(path)) for path in options.files]
@@ -251,8 +238,6 @@ def _migrated(path: Path) -> tuple[str, list[str]]:
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """Options of `config import`."""
-
     files: Annotated[list[str], typer.Argument(metavar="FILE... [key=value...]")]
     """A script or YAML of verl, or both, and then its key=value; a Python script or YAML of TRL;
     TOML files of prime-rl; or a launch script of slime."""
@@ -261,7 +246,6 @@ class ImportOptions:
 
 
 @command(
-    app,
     "import",
     "Write our TOML for settings of verl, TRL, prime-rl or slime; it runs nothing.",
 )
@@ -286,14 +270,8 @@ def import_files(options: ImportOptions, console: Console) -> int:
     return 1 if found.fault else 0
 
 
-@dataclass(frozen=True)
-class ListOptions:
-    """The command takes none."""
-
-
-@command(app, "list", "Print the shipped configurations.")
-def list_shipped(options: ListOptions, console: Console) -> int:
-    """Exit code: 0."""
+@command("list", "Print the shipped configurations.")
+def list_shipped(options: NoOptions, console: Console) -> int:
     table = Table("name", "needs", "what it is", box=None, pad_edge=False)
     for name, path in shipped().items():
         needs = "nothing" if name == "tiny" else ", ".join(_needs(path)) or "nothing"

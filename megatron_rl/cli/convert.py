@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import DryRun
 from megatron_rl.cli.command_line.printing import progress, say
 from megatron_rl.config.errors import InputError
@@ -19,13 +19,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-app = plain_app()
-
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Options of the command."""
-
     source: Annotated[Path, typer.Argument()]
     """Hugging Face, mistral-format or Megatron folder, or a model's name on the Hub."""
     target: Annotated[Path, typer.Argument()]
@@ -43,7 +39,7 @@ class ConvertOptions:
     dry_run: DryRun = False
 
 
-@command(app, "convert", "Convert a model folder to Megatron's format, or back.")
+@command("convert", "Convert a model folder to Megatron's format, or back.")
 def convert_folder(options: ConvertOptions, console: Console) -> int:
     """Exit code: 0, 1 (the disk failed), 2 (bad input)."""
     # torch is slow to load.

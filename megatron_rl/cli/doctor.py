@@ -26,7 +26,6 @@ from rich.text import Text
 
 from megatron_rl.backend.collective_check import CollectivesFailed, check_pair
 from megatron_rl.backend.environment import (
-    DeviceKind,
     device_of_host,
     ranks_environment,
     role_environment,
@@ -34,7 +33,7 @@ from megatron_rl.backend.environment import (
 )
 from megatron_rl.backend.fabric import check_fabric, find_plugin, find_ports, lockable_bytes
 from megatron_rl.backend.gpu_host import check_host
-from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import Json, complete_run_folder
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
@@ -49,7 +48,6 @@ from megatron_rl.observe.listening import find_listeners
 from verification.code.setup import CodeLimits, resolve
 from verification.verdict import GradingError
 
-app = plain_app()
 _PACKAGES = (
     "torch",
     "megatron-core",
@@ -81,8 +79,6 @@ _LOW_DISK_BYTES = 5 << 30
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Options of the command."""
-
     listening: Annotated[
         Path | None, typer.Option(metavar="RUN_DIR", autocompletion=complete_run_folder)
     ] = None
@@ -96,7 +92,7 @@ class DoctorOptions:
     the bandwidth. Exit code 1: they failed or took too long; 2: there are no two GPUs."""
 
 
-@command(app, "doctor", "Say what this machine has and lacks.")
+@command("doctor", "Say what this machine has and lacks.")
 def doctor(options: DoctorOptions, console: Console) -> int:
     """Exit code: 0, 1 (a run would lack something, or a socket is open), 2 (bad input)."""
     if options.nccl:
@@ -231,14 +227,16 @@ def _check_gpu_host() -> Sequence[tuple[bool | None, str, str]]:
         idle = f"{len(gpus)}, left idle: torch is for the CPU. Use them: bash tools/install.sh gpu"
         return [(True, "GPUs", idle)]
     packages = [(name, _version(name)) for name in _GPU_PACKAGES]
+    numactl = shutil.which("numactl")
+    fault = find_import_fault(RANK_MODULE, ranks_environment(device, 1))
     return [
         (True, "GPUs", str(len(gpus))),
         *check_host(os.environ | role_environment(device)),
         *((bool(found), name, found or _NO_GPU_PACKAGE) for name, found in packages),
-        _check_numa(),
+        (numactl is not None, "numactl", numactl or "missing: apt-get install numactl"),
         _check_locks(Path.home() / ".cache"),
         *_check_fabric(),
-        _check_rank(device),
+        (not fault, "import of a trainer rank", fault or "as the launcher starts it"),
     ]
 
 
@@ -253,11 +251,6 @@ def _check_fabric() -> list[tuple[bool | None, str, str]]:
     return [(one.is_good or LIMITED, one.what, one.found) for one in found]
 
 
-def _check_numa() -> tuple[bool, str, str]:
-    program = shutil.which("numactl")
-    return bool(program), "numactl", program or "missing: apt-get install numactl"
-
-
 def _check_locks(folder: Path) -> tuple[bool, str, str]:
     """Check that SGLang and FlashInfer can lock compiled kernels in a folder."""
     what = "locks for compiled kernels"
@@ -269,11 +262,6 @@ def _check_locks(folder: Path) -> tuple[bool, str, str]:
         fix = "set SGLANG_CACHE_DIR and FLASHINFER_WORKSPACE_BASE to folders of a local disk"
         return False, what, f"{folder}: {error}; {fix}"
     return True, what, str(folder)
-
-
-def _check_rank(device: DeviceKind) -> tuple[bool, str, str]:
-    fault = find_import_fault(RANK_MODULE, ranks_environment(device, 1))
-    return not fault, "import of a trainer rank", fault or "as the launcher starts it"
 
 
 def find_import_fault(module: str, variables: Mapping[str, str]) -> str:

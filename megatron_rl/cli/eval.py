@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import (
     ConfigFiles,
     DryRun,
@@ -25,7 +25,6 @@ from megatron_rl.evaluation.runs.comparing import compare_folders
 from megatron_rl.evaluation.runs.tables import print_comparison
 from megatron_rl.observe.deaths import until_death
 
-app = plain_app()
 _EXAMPLES = """Examples:
 
 megatron-rl eval runs/mine/hf/final --config my.toml --run-dir runs/mine-eval
@@ -37,8 +36,6 @@ megatron-rl eval --compare runs/base-eval runs/mine-eval
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Options of the command."""
-
     overrides: Annotated[
         list[str],
         typer.Argument(
@@ -59,7 +56,7 @@ class EvalOptions:
 
 
 @command(
-    app, "eval", "Evaluate a model folder on all sets, or compare evaluations.",
+    "eval", "Evaluate a model folder on all sets, or compare evaluations.",
     epilog=_EXAMPLES + KEYS_HELP,
 )  # fmt: skip
 def evaluation(options: EvalOptions, console: Console) -> int:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
@@ -18,7 +18,6 @@ from megatron_rl.data.tables.folders import list_splits
 from megatron_rl.launcher.placement import listed_gpus, place
 from megatron_rl.protocol.whole_file import write_whole
 
-app = plain_app()
 _QUESTIONS = {
     "model": "Model: a folder with config.json, or a name of the Hugging Face Hub",
     "data": "Data: a file or folder of questions and answers, or a name of the Hub",
@@ -47,7 +46,7 @@ class InitOptions:
     """Training steps."""
 
 
-@command(app, "init", "Write a configuration: answers to five questions.")
+@command("init", "Write a configuration: answers to five questions.")
 def init(options: InitOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input; nothing is written)."""
     if options.file.exists():

@@ -42,7 +42,7 @@ COMMANDS = tuple(
          False),
         ("algorithms", "algorithms", "List the presets of the objective.", _PLAN, False),
         ("doctor", "doctor", "Check what this machine has and lacks.", _PLAN, False),
-        ("data", "data", "Make prompts and SFT examples.", _DATA, True),
+        ("data", "data_tools", "Make prompts and SFT examples.", _DATA, True),
         ("convert", "convert", "Convert a model folder.", _DATA, False),
     )
 )  # fmt: skip
@@ -65,7 +65,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _say_what_is_wrong(error: typer.TyperException) -> None:
-    """Print usage and error of a wrong command line."""
     context = getattr(error, "ctx", None)
     lines = [] if context is None else [context.get_usage()]
     # Empty after the help of a group.

@@ -6,13 +6,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import DryRun, RunFolder
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.cli.run import KEYS_HELP, RunOptions, load
-
-app = plain_app()
-
 
 _GPUS_PER_HOST = Annotated[
     int | None, typer.Option(help="GPUs of each node; default: the number that this node lists")
@@ -21,18 +18,13 @@ _GPUS_PER_HOST = Annotated[
 
 @dataclass(frozen=True)
 class PrepareOptions(RunOptions):
-    """Options of `prepare`."""
-
     nodes: Annotated[int | None, typer.Option(envvar="SLURM_JOB_NUM_NODES")] = None
     """Nodes of the run; default: as many as the configuration needs."""
     gpus_per_node: _GPUS_PER_HOST = None
 
 
-@command(
-    app, "prepare", "Prepare a run on several nodes: once, on the first one.", epilog=KEYS_HELP
-)
+@command("prepare", "Prepare a run on several nodes: once, on the first one.", epilog=KEYS_HELP)
 def prepare(options: PrepareOptions, console: Console) -> int:
-    """Exit code: 0, 2 (bad input)."""
     from megatron_rl.launcher import nodes
     from megatron_rl.launcher.dry_run import dry_run
     from megatron_rl.launcher.placement import Machines
@@ -50,8 +42,6 @@ def prepare(options: PrepareOptions, console: Console) -> int:
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """Options of `node`."""
-
     run_dir: RunFolder
     node: int
     """Place of this node, from 0."""
@@ -61,7 +51,7 @@ class NodeOptions:
     dry_run: DryRun = False
 
 
-@command(app, "node", "Start one node of a prepared run.")
+@command("node", "Start one node of a prepared run.")
 def node(options: NodeOptions, console: Console) -> int:
     """Exit code: 0, 1 (the run failed), 2 (bad input, nothing was started)."""
     from megatron_rl.launcher import nodes
@@ -90,8 +80,6 @@ def node(options: NodeOptions, console: Console) -> int:
 
 @dataclass(frozen=True)
 class JoinOptions:
-    """Options of `join`."""
-
     run_dir: RunFolder
     generators: int = 1
     """Generators to start; 0: none."""
@@ -99,7 +87,7 @@ class JoinOptions:
     """Start a verifier."""
 
 
-@command(app, "join", "Join a running run with more generators, or a verifier.")
+@command("join", "Join a running run with more generators, or a verifier.")
 def join(options: JoinOptions, console: Console) -> int:
     """Exit code: 0, 1 (a role or the run failed), 2 (bad input, nothing was started)."""
     from megatron_rl.launcher import joining

@@ -1,15 +1,21 @@
 """`megatron-rl plan`: what a run needs; `plan-weights`: what a weight sync moves."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command, plain_app
-from megatron_rl.cli.command_line.parameters import ConfigFile, Json, MoreConfigs, Overrides
+from megatron_rl.cli.command_line.command import command
+from megatron_rl.cli.command_line.parameters import (
+    ConfigFile,
+    Json,
+    MoreConfigs,
+    Overrides,
+    check_above_zero,
+)
 from megatron_rl.cli.run import KEYS_HELP
-from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.gpus import DEFAULT, GPUS
 from megatron_rl.config.shipped import config_path
@@ -19,13 +25,9 @@ from megatron_rl.plan.card import choose_card, listed_card
 from megatron_rl.plan.plan import Hardware, make_plan
 from megatron_rl.plan.report import print_plan
 
-app = plain_app()
-
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of `plan`."""
-
     config: ConfigFile
     overrides: Overrides = field(default_factory=list)
     more: MoreConfigs = field(default_factory=list)
@@ -50,13 +52,10 @@ class PlanOptions:
     json: Json = False
 
 
-@command(app, "plan", "Say what a run needs, and whether it fits its GPUs.", epilog=KEYS_HELP)
+@command("plan", "Say what a run needs, and whether it fits its GPUs.", epilog=KEYS_HELP)
 def plan(options: PlanOptions, console: Console) -> int:
     """Exit code: 0, 1 (it does not work on a GPU of the table), 2 (bad input)."""
-    for name in ("gpus", "gpu_memory", "mfu", "mean_tokens", "gb_per_s"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise InputError(f"--{name.replace('_', '-')} {value} must be above 0")
+    check_above_zero(options, "gpus", "gpu_memory", "mfu", "mean_tokens", "gb_per_s")
     rate = None if options.gb_per_s is None else options.gb_per_s * 1e9
     listed = None if options.gpu else listed_card()
     card = choose_card(options.gpu, options.gpu_memory, listed)
@@ -64,7 +63,7 @@ def plan(options: PlanOptions, console: Console) -> int:
         gpu=card.gpu, card=card.name, memory_bytes=card.memory_bytes,
         gpus=options.gpus, mfu=options.mfu, bytes_per_s=rate,
     )  # fmt: skip
-    config = _load([options.config, *options.more], options.overrides)
+    config = load_sizes([options.config, *options.more], options.overrides)
     made = make_plan(config, hardware, options.mean_tokens)
     print_plan(made, console, as_json=options.json)
     return 1 if made.problems and made.is_known_gpu else 0
@@ -72,24 +71,20 @@ def plan(options: PlanOptions, console: Console) -> int:
 
 @dataclass(frozen=True)
 class WeightsOptions:
-    """Options of `plan-weights`."""
-
     config: ConfigFile
     overrides: Overrides = field(default_factory=list)
 
 
-@command(app, "plan-weights", "Say what a weight sync moves between which ranks.", epilog=KEYS_HELP)
+@command("plan-weights", "Say what a weight sync moves between which ranks.", epilog=KEYS_HELP)
 def plan_weights(options: WeightsOptions, console: Console) -> int:
-    """Exit code: 0, 2 (bad input)."""
     # torch is slow to load.
     from megatron_rl.cli.plan_weights import plan_weights as show
 
-    show(_load([options.config], options.overrides), console)
+    show(load_sizes([options.config], options.overrides), console)
     return 0
 
 
-def _load(configs: list[str], overrides: list[str]) -> Config:
+def load_sizes(configs: Sequence[str], overrides: Sequence[str]) -> Config:
     """The configuration; downloads config.json of a Hub model. Raises InputError."""
-    return pin_models(
-        load_config([config_path(name) for name in configs], overrides), None, only_sizes=True
-    )
+    config = load_config([config_path(name) for name in configs], overrides)
+    return pin_models(config, None, only_sizes=True)

@@ -8,20 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command, plain_app
-from megatron_rl.cli.command_line.parameters import ConfigFile, Json, MoreConfigs, Overrides
+from megatron_rl.cli.command_line.command import command
+from megatron_rl.cli.command_line.parameters import (
+    ConfigFile,
+    Json,
+    MoreConfigs,
+    Overrides,
+    check_above_zero,
+)
+from megatron_rl.cli.plan import load_sizes
 from megatron_rl.cli.run import KEYS_HELP
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.files import load_config
 from megatron_rl.config.gpus import DEFAULT, GPUS, find_gpu
-from megatron_rl.config.shipped import config_path
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.hub_models import pin_models
 
 if TYPE_CHECKING:
     from megatron_rl.rehearsal.rehearse import Rehearsal
-
-app = plain_app()
 
 
 class Ranks(StrEnum):
@@ -33,8 +35,6 @@ class Ranks(StrEnum):
 
 @dataclass(frozen=True)
 class RehearseOptions:
-    """Options of `rehearse`."""
-
     config: ConfigFile
     overrides: Overrides = field(default_factory=list)
     more: MoreConfigs = field(default_factory=list)
@@ -60,17 +60,13 @@ class RehearseOptions:
     json: Json = False
 
 
-@command(app, "rehearse", "Take a step of every distinct rank, without GPUs.", epilog=KEYS_HELP)
+@command("rehearse", "Take a step of every distinct rank, without GPUs.", epilog=KEYS_HELP)
 def rehearse(options: RehearseOptions, console: Console) -> int:
     """Exit code: 0, 1 (the step would hang, fail or not fit), 2 (bad input)."""
-    for name in ("gpus", "microbatches", "mean_tokens", "processes"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise InputError(f"--{name.replace('_', '-')} {value} must be above 0")
+    check_above_zero(options, "gpus", "microbatches", "mean_tokens", "processes")
     find_gpu(options.gpu)
-    paths = [config_path(name) for name in (options.config, *options.more)]
-    config = _divided(load_config(paths, options.overrides), options.gpus)
-    config = pin_models(config, None, only_sizes=True)
+    config = load_sizes([options.config, *options.more], options.overrides)
+    config = _divided(config, options.gpus)
     from megatron_rl.rehearsal.rehearse import Options
     from megatron_rl.rehearsal.rehearse import rehearse as take
     from megatron_rl.rehearsal.report import print_rehearsal

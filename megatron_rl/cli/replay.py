@@ -7,13 +7,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import Json, Overrides, RunFolder
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.observe.deaths import until_death
 
-app = plain_app()
 _SHOWN = ("train/loss", "train/grad_norm", "train/entropy_nats", "train/clip_fraction")
 _EXAMPLES = """Examples:
 
@@ -30,8 +29,6 @@ megatron-rl replay runs/mine --step 11 --to 20 --rebuild
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """Options of the command."""
-
     run_dir: RunFolder
     overrides: Overrides = field(default_factory=list)
     step: int = 0
@@ -48,9 +45,7 @@ class ReplayOptions:
     json: Json = False
 
 
-@command(
-    app, "replay", "Repeat recorded steps of a run, and compare their figures.", epilog=_EXAMPLES
-)
+@command("replay", "Repeat recorded steps of a run, and compare their figures.", epilog=_EXAMPLES)
 def replay(options: ReplayOptions, console: Console) -> int:
     """Exit code: 0, 1 (a rank failed), 2 (bad input)."""
     # Loads most of the launcher.

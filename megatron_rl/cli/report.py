@@ -9,26 +9,23 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import complete_run_folder
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_run
-from megatron_rl.observe.facts import find_export, read_summary, run_facts
+from megatron_rl.observe.facts import read_summary, run_facts
 from megatron_rl.observe.report.material import read_material
 from megatron_rl.observe.summary import RunFacts, summarize
 from megatron_rl.observe.summary_text import render_text
 from megatron_rl.protocol.metrics import stream_rows
 from megatron_rl.protocol.whole_file import write_whole
 
-app = plain_app()
 FILE = "report.html"
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Options of the command."""
-
     run_dirs: Annotated[
         list[Path], typer.Argument(metavar="RUN_DIR", autocompletion=complete_run_folder)
     ]
@@ -42,9 +39,8 @@ class ReportOptions:
     """Print only the summary."""
 
 
-@command(app, "report", "Summarize runs as text and as an HTML file.")
+@command("report", "Summarize runs as text and as an HTML file.")
 def report(options: ReportOptions, console: Console) -> int:
-    """Exit code: 0, 2 (bad input)."""
     if options.trace is not None and len(options.run_dirs) > 1:
         raise InputError("--trace takes one run: each has its own clock")
     path = options.html or options.run_dirs[0] / FILE
@@ -108,13 +104,13 @@ def read_run(run_dir: Path) -> tuple[dict, RunFacts]:
     Raises InputError for a folder without a run.
     """
     config = load_run(run_dir)
-    export = find_export(run_dir)
     summary_path = run_dir / "summary.json"
     if summary_path.exists():
         # The folder may have moved since, and models may have been deleted.
-        summary = read_summary(run_dir) | {"hf_export": export}
+        summary = read_summary(run_dir)
         if not isinstance(summary.get("wall_s"), dict):
             raise InputError(f"{summary_path} is no summary of a run: expected wall_s in it")
-        return summary, run_facts(config, run_dir, summary["wall_s"], export)
-    facts = run_facts(config, run_dir, {}, export)
+        facts = run_facts(config, run_dir, summary["wall_s"])
+        return summary | {"hf_export": facts.hf_export}, facts
+    facts = run_facts(config, run_dir, {})
     return summarize(stream_rows(run_dir / "metrics.jsonl"), facts), facts

@@ -8,18 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command, plain_app
-from megatron_rl.cli.command_line.parameters import (
-    ConfigFiles,
-    DryRun,
-    Overrides,
-    RunDirOption,
-)
+from megatron_rl.cli.command_line.command import command
+from megatron_rl.cli.command_line.parameters import ConfigFiles, DryRun, Overrides, RunDirOption
 
 if TYPE_CHECKING:
     from megatron_rl.config.tree import Config
 
-app = plain_app()
 
 KEYS_HELP = (
     "All keys, with meaning, unit and default: megatron-rl config. Of one key or section: "
@@ -38,13 +32,17 @@ megatron-rl run --config mine.toml --dry-run
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """Options of `run` and `prepare`."""
+class StartOptions:
+    """Options of `run`, `prepare` and `sft`."""
 
     config: ConfigFiles
     overrides: Overrides = field(default_factory=list)
     run_dir: RunDirOption = None
     dry_run: DryRun = False
+
+
+@dataclass(frozen=True)
+class RunOptions(StartOptions):
     model: Annotated[str, typer.Option(metavar="DIR")] = ""
     """The same as model.path=DIR."""
 
@@ -57,7 +55,7 @@ class RunOptions:
 
 
 @command(
-    app, "run", "Train, evaluate, export, summarize; the same command resumes a run.",
+    "run", "Train, evaluate, export, summarize; the same command resumes a run.",
     epilog=_EXAMPLES + KEYS_HELP,
 )  # fmt: skip
 def run(options: RunOptions, console: Console) -> int:

@@ -1,24 +1,16 @@
 """`megatron-rl sft`: only the cold start of a configuration; its model is a HF folder."""
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command, plain_app
-from megatron_rl.cli.command_line.parameters import (
-    ConfigFiles,
-    DryRun,
-    Overrides,
-    RunDirOption,
-)
+from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.printing import say
-from megatron_rl.cli.run import KEYS_HELP, load
+from megatron_rl.cli.run import KEYS_HELP, StartOptions, load
 
 if TYPE_CHECKING:
     from megatron_rl.config.tree import Config
 
-app = plain_app()
 _EXAMPLES = """Example:
 
 megatron-rl sft --config my.toml --run-dir runs/cold sft.dataset=sft.jsonl sft.steps=200
@@ -28,21 +20,11 @@ megatron-rl run --config my.toml model.path=runs/cold/hf/cold_start sft.steps=0
 """
 
 
-@dataclass(frozen=True)
-class SftOptions:
-    """Options of the command."""
-
-    config: ConfigFiles
-    overrides: Overrides = field(default_factory=list)
-    run_dir: RunDirOption = None
-    dry_run: DryRun = False
-
-
 @command(
-    app, "sft", "The cold start alone; its model is RUN_DIR/hf/cold_start.",
+    "sft", "The cold start alone; its model is RUN_DIR/hf/cold_start.",
     epilog=_EXAMPLES + KEYS_HELP,
 )  # fmt: skip
-def sft(options: SftOptions, console: Console) -> int:
+def sft(options: StartOptions, console: Console) -> int:
     """Exit code: 0, 1 (the run failed), 2 (bad input, nothing was started)."""
     from megatron_rl.launcher import preflight
     from megatron_rl.launcher import run as launch

@@ -14,16 +14,20 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
-from megatron_rl.cli.command_line.command import command, plain_app
-from megatron_rl.cli.command_line.parameters import ConfigFile, Json, MoreConfigs, Overrides
+from megatron_rl.cli.command_line.command import command
+from megatron_rl.cli.command_line.parameters import (
+    ConfigFile,
+    Json,
+    MoreConfigs,
+    Overrides,
+    check_above_zero,
+)
 from megatron_rl.cli.command_line.printing import check_plots, counted, progress, say
+from megatron_rl.cli.plan import load_sizes
 from megatron_rl.cli.run import KEYS_HELP
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.files import load_config
 from megatron_rl.config.gpus import GPUS
-from megatron_rl.config.shipped import config_path
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.hub_models import pin_models
 from megatron_rl.plan.plan import Hardware, make_plan
 from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.simulation.advice import best_of, reasons
@@ -48,7 +52,6 @@ _MANY_SLOTS = 1024
 _GRAINS = 100
 
 
-app = plain_app()
 _ASSUMED = Assumptions()
 _MODELS = "Assumed without --calibrate"
 _ASSUME = typer.Option(rich_help_panel=_MODELS)
@@ -57,8 +60,6 @@ _GENERATE = typer.Option(rich_help_panel="What is generated, without --calibrate
 
 @dataclasses.dataclass(frozen=True)
 class SimulateOptions:
-    """Options of the command."""
-
     config: ConfigFile
     overrides: Overrides = dataclasses.field(default_factory=list)
     more: MoreConfigs = dataclasses.field(default_factory=list)
@@ -119,19 +120,15 @@ class SimulateOptions:
     seed: int = 0
 
 
-@command(
-    app, "simulate", "Predict step time, idle shares and staleness of a run.", epilog=KEYS_HELP
-)
+@command("simulate", "Predict step time, idle shares and staleness of a run.", epilog=KEYS_HELP)
 def simulate(options: SimulateOptions, console: Console) -> int:
-    """The command."""
     _check(options)
     if options.plots is not None:
         check_plots("leave --plots out")
 
     def load(overrides: Sequence[str]) -> Config:
-        files = [config_path(name) for name in (options.config, *options.more)]
-        config = load_config(files, [*options.overrides, *overrides])
-        return pin_models(config, None, only_sizes=True)
+        names = [options.config, *options.more]
+        return load_sizes(names, [*options.overrides, *overrides])
 
     calibration = None
     if options.calibrate:
@@ -142,7 +139,8 @@ def simulate(options: SimulateOptions, console: Console) -> int:
     variants = [v for v in variants if _fits(v, calibration, console, alone=len(variants) == 1)]
     if not variants:
         raise InputError("none of these settings fits its GPUs: the lines above say why")
-    models = [_model(variant, calibration) for variant in variants]
+    model_of = calibration.model if calibration is not None else cluster_model
+    models = [model_of(variant.config, variant.assumed) for variant in variants]
     span = Span(options.steps, options.warm_up)
     pairs = list(zip(variants, models, strict=True))
     # With --json, stdout has nothing else.
@@ -154,7 +152,8 @@ def simulate(options: SimulateOptions, console: Console) -> int:
     if calibration is not None:
         _warn(variants, [calibration.doubt(outcome) for outcome in outcomes])
     best = best_of(outcomes)
-    why = _reasons(variants[best], outcomes[best], is_assumed=calibration is None)
+    dead_share = variants[best].assumed.dead / variants[best].config.generator.replicas
+    why = reasons(outcomes[best], dead_share=dead_share, is_assumed=calibration is None)
     _show(variants, outcomes, why, console, as_json=options.json)
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
@@ -164,11 +163,10 @@ def simulate(options: SimulateOptions, console: Console) -> int:
 
 
 def _check(options: SimulateOptions) -> None:
-    for name in ("steps", "gb_per_s", "restart_s", "median_tokens", "prompt_tokens", "gpus", "mfu",
-                 "verifier_servers", "turns"):  # fmt: skip
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise InputError(f"--{name.replace('_', '-')} {value} must be above 0")
+    check_above_zero(
+        options, "steps", "gb_per_s", "restart_s", "median_tokens", "prompt_tokens", "gpus", "mfu",
+        "verifier_servers", "turns",
+    )  # fmt: skip
     for name in ("sigma", "verify_s", "deaths_per_engine_hour", "dead", "warm_up",
                  "environment_s"):  # fmt: skip
         if getattr(options, name) < 0:
@@ -209,12 +207,6 @@ def _workload(
     )
 
 
-def _model(variant: Variant, calibration: Calibration | None) -> ClusterModel:
-    if calibration is not None:
-        return calibration.model(variant.config, variant.assumed)
-    return cluster_model(variant.config, variant.assumed)
-
-
 def _fits(
     variant: Variant, calibration: Calibration | None, console: Console, *, alone: bool
 ) -> bool:
@@ -247,11 +239,6 @@ def _grained(span: Span, config: Config, model: ClusterModel, workload: Workload
     tokens = mean_tokens(workload.lengths, config.sampling.max_new_tokens, draws=400)
     seconds = tokens * engine.iteration_s(engine.max_running, 0)
     return dataclasses.replace(span, grain_s=seconds / _GRAINS)
-
-
-def _reasons(variant: Variant, outcome: Outcome, *, is_assumed: bool) -> list[str]:
-    dead_share = variant.assumed.dead / variant.config.generator.replicas
-    return reasons(outcome, dead_share=dead_share, is_assumed=is_assumed)
 
 
 def _show(

@@ -8,11 +8,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import Json, RunFolder
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.files import load_run
@@ -33,10 +32,7 @@ from megatron_rl.observe.run_state import (
     warnings_of,
 )
 from megatron_rl.protocol.failure import FAILURES, first_failure
-from megatron_rl.protocol.metrics import GROUPS_DROPPED, stream_rows
-
-app = plain_app()
-Row = dict[str, Any]
+from megatron_rl.protocol.metrics import GROUPS_DROPPED, Row, stream_rows
 
 
 @dataclass
@@ -83,13 +79,11 @@ class Status:
 
 @dataclass(frozen=True)
 class StatusOptions:
-    """Options of the command."""
-
     run_dir: RunFolder
     json: Json = False
 
 
-@command(app, "status", "Say how a run stands, from any shell or host that sees its folder.")
+@command("status", "Say how a run stands, from any shell or host that sees its folder.")
 def status(options: StatusOptions, console: Console) -> int:
     """Exit code 1 for a run that stopped."""
     found = read_status(options.run_dir, time.time())

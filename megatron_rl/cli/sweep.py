@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import Overrides
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
@@ -26,13 +26,9 @@ from megatron_rl.sweep.runner import CommandOf, run_all, run_command
 from megatron_rl.sweep.sweep_file import load_sweep
 from megatron_rl.sweep.table import print_table, write_files
 
-app = plain_app()
-
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """Options of the command."""
-
     file: Annotated[Path, typer.Argument()]
     """TOML file of the sweep (docs/sweeps.md)."""
     overrides: Overrides = field(default_factory=list)
@@ -46,7 +42,7 @@ class SweepOptions:
     """Submit each run as a job."""
 
 
-@command(app, "sweep", "Run variants over seeds, and compare them.")
+@command("sweep", "Run variants over seeds, and compare them.")
 def sweep(options: SweepOptions, console: Console) -> int:
     """Exit code: 0, 1 (a run failed). Raises InputError before anything starts, Interrupted."""
     if options.report and options.dry_run:
@@ -55,7 +51,8 @@ def sweep(options: SweepOptions, console: Console) -> int:
     folder = options.sweep_dir or Path("runs") / f"sweep-{file.name}"
     plan = make_plan(file, folder, options.overrides)
     check_folders(plan.runs)
-    _say_what_is_odd(plan, console)
+    for first, second in plan.same_configurations:
+        say(console, f"warning: {second} is the same configuration as {first}")
     if options.report:
         if not plan.sweep_dir.is_dir():
             raise InputError(f"{plan.sweep_dir} holds no sweep: name its folder with --sweep-dir")
@@ -140,11 +137,6 @@ def _sweep_locked(folder: Path) -> Iterator[int]:
                 "with --sweep-dir DIR"
             ) from error
         yield lock.descriptor
-
-
-def _say_what_is_odd(plan: Plan, console: Console) -> None:
-    for first, second in plan.same_configurations:
-        say(console, f"warning: {second} is the same configuration as {first}")
 
 
 def _report(plan: Plan, console: Console) -> None:

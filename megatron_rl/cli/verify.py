@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import OneConfig, Overrides
 from megatron_rl.cli.command_line.printing import printable
 from megatron_rl.config.errors import InputError
@@ -19,21 +19,18 @@ from megatron_rl.config.staging import longest_stage, resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.data.answers import accepted_answers
 from megatron_rl.data.prompts import prompts_of_run
+from megatron_rl.launcher.reward_trial import open_grading
 from megatron_rl.launcher.thinking import decide_thinking
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
 from megatron_rl.rollout_queue.schedule import length_rule
 from verification import audit, settings
 from verification.format import last_box
-from verification.library import Grading
 
-app = plain_app()
 _WIDTH = 48
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Options of the command."""
-
     file: Annotated[Path, typer.Argument()]
     """Rollouts of a run, or JSONL of {text, answer}."""
     overrides: Overrides = field(default_factory=list)
@@ -42,7 +39,7 @@ class VerifyOptions:
     """Show where math parsers differ."""
 
 
-@command(app, "verify", "Grade a file of completions again, and say why.")
+@command("verify", "Grade a file of completions again, and say why.")
 def verify_file(options: VerifyOptions, console: Console) -> int:
     """Exit code: 0, 1 (grading failed somewhere), 2 (bad input)."""
     config_path = None if options.config is None else path_of(options.config)
@@ -71,12 +68,7 @@ def verify(
     )
     longest = longest_stage(config)
     reward = audit.with_opinions(longest.reward) if disagree else longest.reward
-    with Grading(
-        reward,
-        config.verifier,
-        max_tokens=longest.sampling.max_new_tokens,
-        tags=config.render.tags,
-    ) as grading:
+    with open_grading(longest.model_copy(update={"reward": reward})) as grading:
         scores = grading.score(record.sample for record in records)
     _print_reasons(records, scores, console)
     _print_changes(records, scores, console)

@@ -4,12 +4,13 @@ import asyncio
 import signal
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import RunFolder
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
@@ -19,21 +20,15 @@ if TYPE_CHECKING:
     from megatron_rl.observe.viewer.server import Viewer
 
 
-app = plain_app()
-
-
 @dataclass(frozen=True)
 class ViewOptions:
-    """Options of the command."""
-
     run_dir: RunFolder
     port: int = 0
     """Port of 127.0.0.1; 0: a free one."""
 
 
-@command(app, "view", "Look at the rollouts of a run in a browser.")
+@command("view", "Look at the rollouts of a run in a browser.")
 def view(options: ViewOptions, console: Console) -> int:
-    """Exit code: 0, 2 (bad input)."""
     # Only this command loads the web server.
     from megatron_rl.observe.viewer.index import Index
     from megatron_rl.observe.viewer.server import Viewer
@@ -68,7 +63,4 @@ async def _until_signal(viewer: "Viewer", port: int, console: Console) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ending.set)
 
-    def announce(address: str) -> None:
-        say(console, address)
-
-    await serve(viewer, port, announce, ending)
+    await serve(viewer, port, partial(say, console), ending)

@@ -14,10 +14,8 @@ from megatron_rl.config.tree import Config
 from megatron_rl.observe.choice import CHOSEN, SET, Candidate, candidates_of, choose
 from megatron_rl.protocol.checkpoint_folder import SFT_CHECKPOINTS, complete_checkpoints
 from megatron_rl.protocol.exports import COLD_START, candidate_name, candidate_step
-from megatron_rl.protocol.metrics import JsonlWriter, iter_jsonl
+from megatron_rl.protocol.metrics import JsonlWriter, Row, iter_jsonl
 from megatron_rl.weights.folders.staging import recover, staged
-
-Row = dict
 
 
 def cold_start_folder(config: Config) -> Path:

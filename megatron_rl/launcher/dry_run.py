@@ -22,7 +22,13 @@ from megatron_rl.launcher.dry_run_text import NOTHING, run_lines
 from megatron_rl.launcher.objective_trial import try_objective
 from megatron_rl.launcher.placement import ONE_NODE, Machines
 from megatron_rl.launcher.prompt_record import pin_revisions
-from megatron_rl.launcher.reward_trial import functions_of, refuse_faults, sample_of, try_rewards
+from megatron_rl.launcher.reward_trial import (
+    functions_of,
+    open_grading,
+    refuse_faults,
+    sample_of,
+    try_rewards,
+)
 from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.protocol.render import open_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
@@ -30,7 +36,7 @@ from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
 from megatron_rl.rollout_queue.diagnosis import REFUSALS
 from megatron_rl.trainer.sft_dataset import keep_sft_dataset
 from verification.canned import Canned, Form, find_form, form_of_check, make_canned
-from verification.library import Grading, Sample
+from verification.library import Sample
 
 PROMPTS_PER_TASK = 16
 _RENDER_S = 120.0
@@ -188,12 +194,7 @@ def _grade(
         for text in canned or ():
             owners.append(prompt)
             samples.append(sample_of(prompt, text, seen.tail))
-    with Grading(
-        config.reward,
-        config.verifier,
-        max_tokens=config.sampling.max_new_tokens,
-        tags=config.render.tags,
-    ) as grading:
+    with open_grading(config) as grading:
         # One completion per task first: a user function that fails is refused early.
         early = list(first.values())
         found = grading.score([samples[place] for place in early])

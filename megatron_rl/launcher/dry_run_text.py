@@ -90,7 +90,6 @@ def places_line(nodes: Sequence[NodeRoles]) -> str:
 
 
 def ports_line(config: Config) -> str:
-    """Ports on which sockets would listen."""
     ports, names = config.ports, port_names(config)
     fixed = [f"{name} {getattr(ports, name)}" for name in names if getattr(ports, name)]
     others = len(names) - len(fixed)

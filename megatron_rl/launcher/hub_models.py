@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.paths import is_hub_name
@@ -20,13 +19,6 @@ from megatron_rl.weights.layout.shape import FOR_SIZES
 _SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 _INDEX = "model.safetensors.index.json"
 _SNAPSHOT = re.compile(r".*/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})/?")
-
-
-class HubModel(NamedTuple):
-    """A model in the cache."""
-
-    folder: Path
-    commit: str
 
 
 def pin_models(config: Config, earlier: Config | None, *, only_sizes: bool = False) -> Config:
@@ -44,7 +36,7 @@ def pin_models(config: Config, earlier: Config | None, *, only_sizes: bool = Fal
         only_sizes=only_sizes,
     )
     if found is not None:
-        model = model.model_copy(update={"path": found.folder, "revision": found.commit})
+        model = model.model_copy(update={"path": found, "revision": found.name})
         config = config.model_copy(update={"model": model})
     if reference.folder is None:
         return config
@@ -56,21 +48,20 @@ def pin_models(config: Config, earlier: Config | None, *, only_sizes: bool = Fal
     )
     if found is None:
         return config
-    reference = reference.model_copy(update={"policy": str(found.folder)})
+    reference = reference.model_copy(update={"policy": str(found)})
     algorithm = config.algorithm.model_copy(update={"reference": reference})
     return config.model_copy(update={"algorithm": algorithm})
 
 
 def folder_of(path: Path, *, key: str) -> Path:
     """The folder itself, or the cached folder of the Hub's model. Raises InputError."""
-    found = find_model(str(path), key=key)
-    return path if found is None else found.folder
+    return find_model(str(path), key=key) or path
 
 
 def find_model(
     text: str, *, key: str, revision: str = "", old: Path | None = None, only_sizes: bool = False
-) -> HubModel | None:
-    """The Hub's model of this name, downloaded unless it is cached; None for a folder.
+) -> Path | None:
+    """Cached folder of the Hub's model, named by its commit; None if `text` is a folder itself.
 
     key: configuration key, for errors. revision: branch, tag or commit; "" for the newest. old:
     folder that an earlier part of the run used. Raises InputError.
@@ -87,17 +78,14 @@ def find_model(
     kept = _commit_of(old, text)
     if kept and not is_commit(revision):
         revision = kept
-    if is_commit(revision):
-        cached = _from_cache(text, revision, only_sizes=only_sizes)
-        if cached is not None:
-            return cached
+    if is_commit(revision) and (cached := _from_cache(text, revision, only_sizes=only_sizes)):
+        return cached
     try:
         if constants.HF_HUB_OFFLINE:
             raise HubSilent("HF_HUB_OFFLINE is set")
         return _download(text, revision, only_sizes=only_sizes)
     except HubSilent as error:
-        cached = _from_cache(text, revision, only_sizes=only_sizes)
-        if cached is not None:
+        if cached := _from_cache(text, revision, only_sizes=only_sizes):
             return cached
         raise InputError(_offline_text(text, key, revision, why=str(error))) from error
 
@@ -118,7 +106,7 @@ def _commit_of(folder: Path | None, name: str) -> str:
     return found[3] if found is not None and f"{found[1]}/{found[2]}" == name else ""
 
 
-def _download(name: str, revision: str, *, only_sizes: bool) -> HubModel:
+def _download(name: str, revision: str, *, only_sizes: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
     with hub_answers("model", name, revision):
@@ -126,7 +114,7 @@ def _download(name: str, revision: str, *, only_sizes: bool) -> HubModel:
         names = [one.rfilename for one in info.siblings or []]
         wanted = ["config.json"] if only_sizes else choose_files(names)
         folder = snapshot_download(name, revision=info.sha, allow_patterns=wanted)
-    return HubModel(Path(folder), str(info.sha))
+    return Path(folder)
 
 
 def choose_files(names: Sequence[str]) -> list[str]:
@@ -141,7 +129,7 @@ def choose_files(names: Sequence[str]) -> list[str]:
     return [name for name in top if not (has_hf_weights and name.startswith("consolidated"))]
 
 
-def _from_cache(name: str, revision: str, *, only_sizes: bool) -> HubModel | None:
+def _from_cache(name: str, revision: str, *, only_sizes: bool) -> Path | None:
     """The cached model; None if it is missing or incomplete."""
     from huggingface_hub import errors, snapshot_download
 
@@ -150,7 +138,7 @@ def _from_cache(name: str, revision: str, *, only_sizes: bool) -> HubModel | Non
     except errors.LocalEntryNotFoundError:
         return None
     is_whole = (folder / "config.json").exists() and (only_sizes or _has_weights(folder))
-    return HubModel(folder, folder.name) if is_whole else None
+    return folder if is_whole else None
 
 
 def _has_weights(folder: Path) -> bool:

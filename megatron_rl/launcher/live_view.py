@@ -36,8 +36,7 @@ from megatron_rl.observe.run_state import (
     waits_text,
     warnings_of,
 )
-
-Row = dict[str, Any]
+from megatron_rl.protocol.metrics import Row
 
 REFRESH_S = 0.5
 DISK_S = 60.0
@@ -61,12 +60,10 @@ class Awaited:
         """Start of each current wait."""
 
     def enter_phase(self, phase: str) -> None:
-        """Note that a phase begins."""
         self._phase = phase
         self._is_tuned = False
 
     def note(self, row: Row) -> None:
-        """Take in a row of metrics."""
         self._is_tuned |= row["source"] in ("sft", "sft_baseline")
         self._has_started |= "model/parameters" in row
         self._has_synced |= row["source"] == "trainer" and "weight_sync/s" in row
@@ -163,7 +160,6 @@ class LiveView:
         return self.state.steps[-1]["step"] if self.state.steps else -1
 
     def enter_phase(self, phase: str) -> None:
-        """Show that a phase begins."""
         self._phase = phase
         self._awaited.enter_phase(phase)
         self._say(f"{self._elapsed()} {phase}")

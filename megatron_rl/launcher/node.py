@@ -21,10 +21,9 @@ from megatron_rl.backend.environment import (
     role_environment,
 )
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.leaving import LeaveOnSignal
 from megatron_rl.launcher.live_view import LiveView
 from megatron_rl.launcher.node_link import FirstNodeLink, NodeLink, OtherNodeLink
-from megatron_rl.launcher.orderly_stop import OrderlyStop
+from megatron_rl.launcher.orderly_stop import FirstSignal, OrderlyStop
 from megatron_rl.launcher.placement import NodeRoles, gpu_environment, listed_gpus, only_node
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.run_folder import CONFIG, FolderLock
@@ -56,7 +55,7 @@ class Node:
     """Names of this node's GPUs."""
     supervisor: Supervisor
     link: NodeLink
-    stop: OrderlyStop | LeaveOnSignal
+    stop: FirstSignal
     number: int = 0
     """Index among `count` nodes; from `count` on: it joined the run."""
     count: int = 1
@@ -66,7 +65,6 @@ class Node:
 
     @property
     def run_dir(self) -> Path:
-        """Folder of the run."""
         return self.config.run.dir
 
     @property
@@ -111,12 +109,7 @@ class Node:
         """Start this node's trainer ranks; torchrun: its arguments, with the ranks' module."""
         command = [sys.executable, "-m", "megatron_rl.trainer.torchrun", *torchrun]
         command += ["--config", str(self.run_dir / CONFIG), *arguments]
-        environment = ranks_environment(
-            device_of_host(self.gpus),
-            self.roles.trainer_ranks,
-            expandable_segments=self.config.has_expandable_segments,
-            deterministic=self.config.train.deterministic,
-        )
+        environment = environment_of_ranks(self.config, self.gpus, self.roles.trainer_ranks)
         self.supervisor.start(name, command, environment=environment, restarts=restarts)
 
     def wait_for(self, name: str) -> None:
@@ -153,7 +146,6 @@ class Node:
         self.link.tell_restart(restart)
 
     def show(self, text: str) -> None:
-        """Show what this node does now."""
         log.info("%s", text)
 
     @contextmanager
@@ -170,6 +162,7 @@ class FirstNode(Node):
     """The first node, which shows and records the run."""
 
     link: FirstNodeLink
+    stop: OrderlyStop
     view: LiveView
     lock: FolderLock
     """Lock of the run folder."""
@@ -182,11 +175,11 @@ class FirstNode(Node):
     def look(self) -> None:
         """As on every node; then show new metrics. Also raises FolderTaken."""
         super().look()
-        for restart in self.link.take_restarts():
+        for restart in self.link.registry.take_restarts():
             self.record(restart)
-        for event in self.link.take_events():
+        for event in self.link.registry.take_events():
             log.info("%s", event)
-            self._write({NODES: self.link.present, "node_event": event})
+            self._write({NODES: 1 + self.link.registry.present, "node_event": event})
         self.view.refresh(self.supervisor.roles)
         self.lock.heartbeat.awaited, self.lock.heartbeat.lost = self.view.awaited, self.link.lost
         self.link.missing = missing_now(
@@ -215,10 +208,19 @@ class FirstNode(Node):
             log.warning("the row %s is lost: %s", values, error.fault)
 
     def show(self, text: str) -> None:
-        """Show what the run does now."""
         super().show(text)
         self.view.enter_phase(text)
         self.lock.heartbeat.phase = text
+
+
+def environment_of_ranks(config: Config, gpus: Sequence[str], ranks: int) -> dict[str, str]:
+    """Variables of a node's trainer ranks."""
+    return ranks_environment(
+        device_of_host(gpus),
+        ranks,
+        expandable_segments=config.has_expandable_segments,
+        deterministic=config.train.deterministic,
+    )
 
 
 def missing_now(roles: Iterable[Role], told: Iterable[str]) -> list[str]:

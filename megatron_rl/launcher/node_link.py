@@ -13,7 +13,7 @@ after the configured ones.
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Self
 
 import msgspec
@@ -103,7 +103,7 @@ def _text_of(error: BaseException) -> str:
 
 
 class FirstNodeLink(NodeLink):
-    """The end of the node that decides; on the only node of a run it opens no socket."""
+    """The end of the node that decides."""
 
     def __init__(self, config: Config, nodes: int) -> None:
         ports = config.ports
@@ -114,12 +114,10 @@ class FirstNodeLink(NodeLink):
             "verifier": (nodes, 1),
         }
         """Kind of role -> its replicas on the configured nodes, and how many the run needs."""
-        self._router = None
+        keys = load_keys(ports.keys_dir)
         # On one node it is for nodes that join.
-        if ports.nodes:
-            keys = load_keys(ports.keys_dir)
-            self._router = Router(ports.host, ports.nodes, keys, endpoint=NODES, label=ports.label)
-        self._attendance = NodeRegistry(nodes, config.nodes, time.monotonic())
+        self._router = Router(ports.host, ports.nodes, keys, endpoint=NODES, label=ports.label)
+        self.registry = NodeRegistry(nodes, config.nodes, time.monotonic())
         self._peers: set[str] = set()
         self._interruption = ""
 
@@ -130,7 +128,7 @@ class FirstNodeLink(NodeLink):
         """
         last = 0 if self._phase is None else self._phase.number
         until = time.monotonic() + self._limits.end_timeout_s
-        while last and (behind := self._attendance.behind(last)):
+        while last and (behind := self.registry.behind(last)):
             if time.monotonic() > until:
                 raise NodeLost(
                     f"nodes {behind} have not ended phase {last} ({self._phase.kind}) "
@@ -147,7 +145,7 @@ class FirstNodeLink(NodeLink):
         phase = self.begin(RunPhase(0, PhaseKind.END), look)
         until = time.monotonic() + _LAST_BEATS * BEAT_S
         # `exchange` answers each further state with the phase: the first message may be lost.
-        while self._attendance.behind(phase.number) and time.monotonic() < until:
+        while self.registry.behind(phase.number) and time.monotonic() < until:
             look()
 
     def end_phase(self) -> None:
@@ -165,24 +163,10 @@ class FirstNodeLink(NodeLink):
         start = self.order.start
         self.order_trainer(TrainerOrder(start, stop=start))
 
-    def let_return(self, nodes: Collection[int]) -> None:
-        """Nodes of the trainer that may be lost from now on, and come back."""
-        self._attendance.may_return = nodes
-
-    def parts(self) -> dict[int, TrainerPart]:
-        """Parts of the trainer on the other nodes that are there."""
-        parts = self._attendance.parts()
-        return {node: part for node, part in parts.items() if node not in self._attendance.lost}
-
     @property
     def lost(self) -> dict[int, int]:
         """Lost nodes for which the trainer waits, and the number of the start that each ended."""
-        return dict.fromkeys(self._attendance.lost, self.order.start)
-
-    @property
-    def silence_s(self) -> float:
-        """The longest silence of a node that is there."""
-        return self._limits.silence_timeout_s
+        return dict.fromkeys(self.registry.lost, self.order.start)
 
     def take_interruption(self) -> str:
         """Why the trainer's latest start was ended for a node that was lost; "": it was not."""
@@ -194,38 +178,23 @@ class FirstNodeLink(NodeLink):
 
         At once, so that no new launcher of a node takes part in a start without the other ranks.
         """
-        if why := self._attendance.take_interruptions():
+        if why := self.registry.take_interruptions():
             self._interruption = self._interruption or why[0]
             self.stop_trainer()
 
-    def take_restarts(self) -> list[RoleRestart]:
-        """Restarts on other nodes since the last call."""
-        return self._attendance.take_restarts()
-
-    @property
-    def present(self) -> int:
-        """Number of nodes that are there, with this one."""
-        return 1 + self._attendance.present
-
-    def take_events(self) -> list[str]:
-        """Texts about nodes that joined, left or came back, since the last call."""
-        return self._attendance.take_events()
-
     def exchange(self, now: float) -> None:
-        if self._router is None:
-            return
-        while self._receive(self._router, now):
+        while self._receive(now):
             pass
-        lost = self._attendance.find_lost(now)
+        lost = self.registry.find_lost(now)
         self._end_start()
-        self.given_up_elsewhere = self._attendance.given_up()
-        self.addresses |= self._attendance.addresses()
+        self.given_up_elsewhere = self.registry.given_up()
+        self.addresses |= self.registry.addresses()
         if lost := lost or self._find_too_few():
             raise NodeLost(lost)
 
     def _find_too_few(self) -> str:
         """Text about a kind of role with too few replicas because nodes are away; "": none."""
-        why = "; ".join(self._attendance.away.values())
+        why = "; ".join(self.registry.away.values())
         given_up = sum_of(self.given_up, self.given_up_elsewhere)
         for kind, (replicas, least) in self._least.items():
             left = replicas - given_up.get(kind, 0)
@@ -233,32 +202,32 @@ class FirstNodeLink(NodeLink):
                 return f"{why}, and {left} of {replicas} {kind}s are fewer than {least}"
         return ""
 
-    def _receive(self, router: Router, now: float) -> bool:
+    def _receive(self, now: float) -> bool:
         """Handle the next message, if there is one; returns whether another may wait."""
         try:
-            received = router.receive(0)
+            received = self._router.receive(0)
         except WireError as error:
             # A node whose states cannot be read is missed like a silent one.
-            router.refuse(error.peer, error)
+            self._router.refuse(error.peer, error)
             return True
         if received is None:
             return False
         peer, message = received
         assert isinstance(message, NodeState), "the endpoint takes nothing else"
         try:
-            self._attendance.note(message, now)
+            self.registry.note(message, now)
         except PlaceTaken as error:
             log.warning("%s", error)
-            router.send(peer, RunPhase(0, PhaseKind.END, refused=message.session))
+            self._router.send(peer, RunPhase(0, PhaseKind.END, refused=message.session))
             return True
         self._peers.add(peer)
         self._end_start()
         if self._phase is not None:
-            router.send(peer, self._told(self._phase))
+            self._router.send(peer, self._told(self._phase))
         return True
 
     def _told(self, phase: RunPhase) -> RunPhase:
-        given_up = sum_of(self.given_up, self._attendance.given_up())
+        given_up = sum_of(self.given_up, self.registry.given_up())
         return msgspec.structs.replace(
             phase, given_up=given_up, addresses=self.addresses, missing=self.missing
         )
@@ -269,15 +238,12 @@ class FirstNodeLink(NodeLink):
 
     def _tell(self, phase: RunPhase) -> None:
         self._phase = phase
-        if self._router is None:
-            return
         for peer in self._peers:
             # An unreachable node gets the phase in answer to its next state.
             self._router.send(peer, self._told(phase))
 
     def close(self) -> None:
-        if self._router is not None:
-            self._router.close()
+        self._router.close()
 
 
 class OtherNodeLink(NodeLink):

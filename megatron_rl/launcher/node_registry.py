@@ -179,8 +179,9 @@ class NodeRegistry:
         return {kind: state.given_up.get(kind, 0) - count for kind, count in there.items()}
 
     def parts(self) -> dict[int, TrainerPart]:
-        """Parts of the trainer on the other nodes that were heard."""
-        return {node: state.trainer for node, state in self._states.items()}
+        """Parts of the trainer on the other nodes that are there."""
+        states = self._states.items()
+        return {node: state.trainer for node, state in states if node not in self.lost}
 
     def addresses(self) -> dict[int, str]:
         """Where each of the other nodes is reached, of those that were heard."""

@@ -3,9 +3,13 @@
 `megatron-rl prepare` runs on the first node and writes RUN_DIR/config.toml for all roles; all nodes
 share the file system of RUN_DIR. `megatron-rl node` runs on every node (one task of `srun`) and
 starts the node's roles in each phase. When a role dies or a node is lost, it ends its other roles
-and exits with an error. One process, one thread.
+and exits with an error. A spare node takes the place of a lost one. One process, one thread.
 """
 
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -13,11 +17,13 @@ from rich.console import Console
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
-from megatron_rl.config.tree import Config
+from megatron_rl.config.tree import Config, NodesConfig
 from megatron_rl.launcher import preflight, run_folder
+from megatron_rl.launcher.claims import claimed
 from megatron_rl.launcher.cold_start import is_due
 from megatron_rl.launcher.continuation import failure_noted
 from megatron_rl.launcher.node import first_node
+from megatron_rl.launcher.node_link import NodeLost
 from megatron_rl.launcher.other_node import other_node
 from megatron_rl.launcher.phases import QUEUE, SCORER, follow, lead
 from megatron_rl.launcher.placement import NodeRoles, active_nodes, listed_gpus, place
@@ -25,12 +31,15 @@ from megatron_rl.launcher.ports import ports_text
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run import begin, conclude, log_into
 from megatron_rl.launcher.run_folder import CONFIG, check_run_folder, locked
-from megatron_rl.launcher.spare import lost_place
-from megatron_rl.observe.heartbeat import PREPARED
+from megatron_rl.observe.heartbeat import ALIVE, PREPARED, Beat, read_beat
 from megatron_rl.protocol.checkpoint_folder import find_resume
 from megatron_rl.protocol.keys import make_keys
 from megatron_rl.protocol.process import verifier_name
 from megatron_rl.protocol.wire import LOOPBACK
+
+_LOOK_S = 1.0
+
+log = logging.getLogger(__name__)
 
 
 def prepare(config: Config, console: Console) -> Config:
@@ -141,3 +150,38 @@ def _placed(
     if not count or (gpus and len(gpus) < count):
         raise InputError(f"this node lists {len(gpus)} GPUs: give --gpus-per-node")
     return config, place(config, nodes=nodes, gpus_per_node=count)[node], gpus
+
+
+@contextmanager
+def lost_place(run_dir: Path, limits: NodesConfig) -> Iterator[int | None]:
+    """The number of a lost node, whose place is this spare's in the block; None: the run has ended.
+
+    Raises NodeLost when the first node does not start or falls silent.
+    """
+    heard_at, limit_s = time.monotonic(), limits.start_timeout_s
+    known = _key_of(read_beat(run_dir))
+    while True:
+        beat = read_beat(run_dir)
+        if beat is not None and _key_of(beat) != known and beat.phase != PREPARED:
+            known, heard_at, limit_s = _key_of(beat), time.monotonic(), limits.silence_timeout_s
+            if beat.has_ended:
+                yield None
+                return
+            for node, start in beat.lost.items():
+                with claimed(run_dir, f"place-{node}", count=1, first=start) as numbers:
+                    # Another spare has taken the place that this loss left, if it is another one.
+                    if numbers.start == start:
+                        log.info("this spare node takes the place of node %d", node)
+                        yield node
+                        return
+        if time.monotonic() - heard_at > limit_s:
+            raise NodeLost(
+                f"the first node has not renewed {run_dir / ALIVE} for {limit_s:.0f} s: start the "
+                "run, and then this spare node again"
+            )
+        time.sleep(_LOOK_S)
+
+
+def _key_of(beat: Beat | None) -> tuple[float, int]:
+    """Differs between any two beats."""
+    return (0.0, 0) if beat is None else (beat.started, beat.count)

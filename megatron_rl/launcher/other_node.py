@@ -14,15 +14,19 @@ from rich.console import Console
 
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.leaving import HasLeft, LeaveOnSignal
 from megatron_rl.launcher.node import Node, open_supervisor, orderly_stop
 from megatron_rl.launcher.node_link import OtherNodeLink
+from megatron_rl.launcher.orderly_stop import LeaveOnSignal
 from megatron_rl.launcher.placement import NodeRoles
 from megatron_rl.launcher.supervisor import POLL_S
 from megatron_rl.protocol.process import LEAVING_SIGNAL
 
 _MARGIN_S = 15.0
 """Time beyond leave_timeout_s for the last word of the queue, and for the end of engines."""
+
+
+class HasLeft(Exception):
+    """The node has left the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +61,6 @@ class ServingNode(Node):
         raise HasLeft
 
     def show(self, text: str) -> None:
-        """Show what this node does now."""
         super().show(text)
         say(self.console, text)
 

@@ -69,16 +69,16 @@ def lead(own: FirstNode, *, is_resumed: bool) -> None:
     is_first = is_due(config, is_resumed=is_resumed)
     if is_first and (config.sft.candidates or not config.train.steps):
         if not is_trained(config):
-            _begin(own, PhaseKind.COLD_START)
+            _begin(own, RunPhase(0, PhaseKind.COLD_START))
         if config.sft.candidates:
             _choose(own)
     model = str(first_model(config, is_resumed=is_resumed))
     if config.train.steps:
         is_first = is_due(config, is_resumed=is_resumed)
-        _begin(own, PhaseKind.TRAINING, model=model, has_cold_start=is_first)
+        _begin(own, RunPhase(0, PhaseKind.TRAINING, model=model, has_cold_start=is_first))
         # The SFT baseline takes as many tokens as reinforcement learning took.
         if config.sft.baseline:
-            _begin(own, PhaseKind.SFT_BASELINE, model=model)
+            _begin(own, RunPhase(0, PhaseKind.SFT_BASELINE, model=model))
             if config.eval.is_wanted:
                 _evaluate(own, SFT_BASELINE, "sft_baseline_evaluation")
     elif config.eval.is_wanted:
@@ -95,28 +95,24 @@ def follow(own: Node) -> None:
 
 def evaluate_folder(own: FirstNode, label: str, arguments: Sequence[str]) -> None:
     """Evaluate the configured model on this node alone; arguments: extra ones of the queue."""
-    wanted = RunPhase(0, PhaseKind.EVALUATION, label=label, model=str(own.config.model.path))
-    phase = own.link.begin(wanted, own.look)
+    model = str(own.config.model.path)
     with own.phase("evaluation", f"evaluation {label}"):
-        _take_part(own, phase, arguments)
+        _begin(own, RunPhase(0, PhaseKind.EVALUATION, label=label, model=model), arguments)
     own.link.end_run(own.look)
 
 
-def _begin(
-    own: FirstNode, kind: PhaseKind, *, label: str = "", model: str = "",
-    has_cold_start: bool = False,
-) -> None:  # fmt: skip
-    wanted = RunPhase(0, kind, label=label, model=model, has_cold_start=has_cold_start)
+def _begin(own: FirstNode, wanted: RunPhase, arguments: Sequence[str] = ()) -> None:
+    """Begin a phase on all nodes and take part in it; the link numbers it."""
     phase = own.link.begin(wanted, own.look)
-    log.info("phase %d: %s %s", phase.number, kind, label)
-    _take_part(own, phase)
+    log.info("phase %d: %s %s", phase.number, phase.kind, phase.label)
+    _take_part(own, phase, arguments)
 
 
 def _evaluate(own: FirstNode, label: str, name: str, model: str = "") -> None:
     """Evaluate a model; model: its folder, by default hf/LABEL."""
     with own.phase(name, f"evaluation of {label}"):
         folder = model or str(own.run_dir / "hf" / label)
-        _begin(own, PhaseKind.EVALUATION, label=label, model=folder)
+        _begin(own, RunPhase(0, PhaseKind.EVALUATION, label=label, model=folder))
 
 
 def _choose(own: FirstNode) -> None:

@@ -80,17 +80,16 @@ def place(config: Config, *, nodes: int, gpus_per_node: int) -> list[NodeRoles]:
             f"{nodes}: lower {' or '.join(fewer)}, or start the run on that many nodes with "
             "`megatron-rl prepare` and `megatron-rl node` (docs/slurm.md)"
         )
-    for index, first_gpu in enumerate(_engine_starts(config, ranks, gpus_per_node)):
-        node, start = divmod(first_gpu, gpus_per_node)
+    of_engines, of_scorer = _gpus_of(config, gpus_per_node)
+    for index, found in enumerate(of_engines):
+        node, start = divmod(found.start, gpus_per_node)
         count = -(-width // gpus_per_node)
         for rank in range(count):
             engines[node + rank][index] = range(start, start + width // count)
             if count > 1:
                 engine_nodes[node + rank][index] = EngineNode(rank, count)
-    scorer, scorer_node = range(0), 0
-    if config.has_scorer:
-        scorer_node, start = divmod(_scorer_start(config, gpus_per_node), gpus_per_node)
-        scorer = range(start, start + config.scorer.tensor_parallel)
+    scorer_node, start = divmod(of_scorer.start, gpus_per_node) if of_scorer else (0, 0)
+    scorer = range(start, start + len(of_scorer))
     per_node = min(ranks, gpus_per_node)
     return [
         NodeRoles(
@@ -127,9 +126,7 @@ def only_node(config: Config, gpus: list[str]) -> NodeRoles:
 
 def nodes_needed(config: Config, *, gpus_per_node: int) -> int:
     """Fewest nodes on which trainer ranks, engines and the scorer fit, with spare nodes."""
-    end = _engines_end(config, gpus_per_node)
-    if config.has_scorer:
-        end = _scorer_start(config, gpus_per_node) + config.scorer.tensor_parallel
+    end = _gpus_of(config, gpus_per_node)[1].stop
     return max(1, -(-end // gpus_per_node)) + config.nodes.spare
 
 
@@ -138,32 +135,25 @@ def _trainer_ranks(config: Config) -> int:
     return config.parallel.world_size if config.train.steps or config.sft.steps else 0
 
 
-def _engine_starts(config: Config, ranks: int, gpus_per_node: int) -> list[int]:
-    """First GPU of each engine, counted through all nodes."""
-    width = config.generator.tensor_parallel
-    first = 0 if config.generator.colocate else ranks
-    starts = []
-    for _ in range(config.generator.replicas):
-        if first % gpus_per_node + width > gpus_per_node:
-            first += -first % gpus_per_node
-        starts.append(first)
-        first += width
-    return starts
+def _gpus_of(config: Config, gpus_per_node: int) -> tuple[list[range], range]:
+    """GPUs of each engine, and of the scorer behind them, counted through all nodes.
 
-
-def _engines_end(config: Config, gpus_per_node: int) -> int:
-    """The first GPU behind those of the trainer and the engines, counted through all nodes."""
+    The scorer's lie on one node; without a scorer the range is empty.
+    """
     ranks, width = _trainer_ranks(config), config.generator.tensor_parallel
-    starts = _engine_starts(config, ranks, gpus_per_node)
-    return max(ranks, *(start + width for start in starts))
+    engines, first = list[range](), 0 if config.generator.colocate else ranks
+    for _ in range(config.generator.replicas):
+        engines.append(_fitted(first, width, gpus_per_node))
+        first = engines[-1].stop
+    of_scorer = config.scorer.tensor_parallel if config.has_scorer else 0
+    return engines, _fitted(max(ranks, first), of_scorer, gpus_per_node)
 
 
-def _scorer_start(config: Config, gpus_per_node: int) -> int:
-    """First GPU of the scorer, counted through all nodes; one node has all its GPUs."""
-    first = _engines_end(config, gpus_per_node)
-    if first % gpus_per_node + config.scorer.tensor_parallel > gpus_per_node:
+def _fitted(first: int, width: int, gpus_per_node: int) -> range:
+    """The next GPUs from `first` on that begin a node if they do not fit behind others."""
+    if first % gpus_per_node + width > gpus_per_node:
         first += -first % gpus_per_node
-    return first
+    return range(first, first + width)
 
 
 def _check_widths(config: Config, ranks: int, gpus_per_node: int) -> None:

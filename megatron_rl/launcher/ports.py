@@ -148,7 +148,6 @@ def find_free(host: str, count: int = 1, taken: Set[int] = frozenset()) -> int:
 
 @functools.cache
 def _locks() -> "PortLocks":
-    """The port locks of this process."""
     return PortLocks(Path(tempfile.gettempdir()) / _FOLDER)
 
 
@@ -178,7 +177,6 @@ def port_names(config: Config) -> tuple[str, ...]:
 
 
 def ports_text(ports: PortsConfig) -> str:
-    """All ports in one line."""
     return ", ".join(f"{name} {port}" for name in _NAMES if (port := getattr(ports, name)))
 
 

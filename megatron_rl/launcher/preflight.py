@@ -16,28 +16,16 @@ from generation.engine import ENGINES, load_engine
 from generation.sglang_arguments import check_extras
 from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.algorithms.objective import find_objective
-from megatron_rl.backend.environment import (
-    ALLOCATOR,
-    DeviceKind,
-    device_of_host,
-    uses_gpus,
-)
+from megatron_rl.backend.environment import ALLOCATOR, DeviceKind, device_of_host, uses_gpus
 from megatron_rl.cli.command_line.printing import printable
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.generator import refuse_overlap
 from megatron_rl.config.lookup import find_function
 from megatron_rl.config.reward import CODE
-from megatron_rl.config.tree import (
-    Config,
-    SftConfig,
-)
+from megatron_rl.config.tree import Config, SftConfig
 from megatron_rl.data.dropped_prompts import DROPPED, DroppedPrompt, try_rendering
 from megatron_rl.data.own_systems import describe_own_systems, has_own_system
-from megatron_rl.data.prompts import (
-    PromptSets,
-    material_of_run,
-    most_held_out,
-)
+from megatron_rl.data.prompts import PromptSets, material_of_run, most_held_out
 from megatron_rl.launcher import model_checks
 from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import check_ports
@@ -127,7 +115,6 @@ def check(
 
 
 def check_tools() -> None:
-    """The programs that a run needs are installed."""
     if find_compiler() is None:
         raise InputError(
             f"no C++ compiler: neither $CXX (given: {os.environ.get('CXX', '')!r}) nor g++ is on "
@@ -311,7 +298,6 @@ def check_prompts(config: Config) -> PromptReport:
 
 
 def _first_taught(sft: SftConfig) -> list[TaughtAnswer]:
-    """The first SFT examples of the run."""
     if not (sft.steps or sft.baseline) or sft.dataset is None:
         return []
     return [

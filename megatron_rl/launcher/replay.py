@@ -9,21 +9,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from megatron_rl.backend.environment import (
-    collective_environment,
-    device_of_host,
-    ranks_environment,
-)
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_run, override
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.cold_start import first_model
+from megatron_rl.launcher.node import environment_of_ranks, open_supervisor
 from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import find_free
 from megatron_rl.launcher.run_folder import CONFIG
-from megatron_rl.launcher.supervisor import POLL_S, Supervisor
+from megatron_rl.launcher.supervisor import POLL_S
 from megatron_rl.protocol.checkpoint_folder import (
     CHECKPOINTS,
     PARTIAL,
@@ -31,14 +26,12 @@ from megatron_rl.protocol.checkpoint_folder import (
     discard,
     folder_name,
 )
-from megatron_rl.protocol.metrics import stream_rows
+from megatron_rl.protocol.metrics import Row, stream_rows
 from megatron_rl.protocol.stored_batches import BATCHES, state_name, stored_steps
 
 _HOST = "127.0.0.1"
 _OF_THE_MACHINE = ("_s", "per_gpu", "train/mfu")
 """Ends of names of metrics that differ between two machines."""
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -136,15 +129,8 @@ def run_replay(replay: Replay) -> list[Row]:
     gpus = listed_gpus()
     _check(config, gpus)
     (out / "logs").mkdir(parents=True)
-    deterministic = config.train.deterministic
-    environment = ranks_environment(
-        device_of_host(gpus), config.parallel.world_size,
-        expandable_segments=config.has_expandable_segments, deterministic=deterministic,
-    )  # fmt: skip
-    collectives = collective_environment(
-        _HOST, config.weights.deadline_s, deterministic=deterministic
-    )
-    with Supervisor(out / "logs", extra_environment=collectives) as supervisor:
+    environment = environment_of_ranks(config, gpus, config.parallel.world_size)
+    with open_supervisor(config) as supervisor:
         supervisor.start("replay", _command(replay, config, overrides), environment=environment)
         while supervisor.is_running("replay"):
             time.sleep(POLL_S)

@@ -36,10 +36,10 @@ class RestartRule:
     is_shared: bool = False
     """It lies on several nodes, which restart it together (`shared_trainer.py`)."""
 
-    @property
-    def section(self) -> str:
-        """Section of [expert] with the limits."""
-        return {"follower": "generator", "trainer": "train"}.get(self.kind, self.kind)
+
+def section_of(kind: str) -> str:
+    """Section of the configuration, and of [expert], with the limits of a kind."""
+    return {"follower": "generator", "trainer": "train"}.get(kind, kind)
 
 
 def restart_rule(
@@ -53,11 +53,7 @@ def restart_rule(
     counts.
     """
     minimum = {"generator": config.generator.min_replicas, "follower": 0}.get(kind, 1)
-    sections = {
-        "verifier": config.verifier, "scorer": config.scorer, "queue": config.queue,
-        "trainer": config.train,
-    }  # fmt: skip
-    limits = sections.get(kind, config.generator)
+    limits = getattr(config, section_of(kind))
     return RestartRule(
         replica=replica,
         limit=limits.max_restarts,
@@ -111,12 +107,13 @@ def answer_death(death: Death, rule: RestartRule) -> tuple[Answer, str]:
         return Answer.END_RUN, "not restarted, because it was never ready"
     if death.restarts < rule.limit:
         return Answer.RESTART, ""
+    section = f"expert.{section_of(rule.kind)}"
     why = (
-        f"its restarts are used up (expert.{rule.section}.max_restarts = {rule.limit} within "
-        f"expert.{rule.section}.restart_window_s = {rule.window_s:g})"
+        f"its restarts are used up ({section}.max_restarts = {rule.limit} within "
+        f"{section}.restart_window_s = {rule.window_s:g})"
     )
     if not rule.limit:
-        why = f"it is not restarted (expert.{rule.section}.max_restarts = 0)"
+        why = f"it is not restarted ({section}.max_restarts = 0)"
     left = f"{death.others} of {rule.replicas} {rule.kind}s"
     if death.others >= rule.min_replicas:
         return Answer.GIVE_UP, f"{why}; the run continues with {left}"

@@ -49,7 +49,6 @@ class Role:
 
     @property
     def ending(self) -> Ending:
-        """Facts about its death."""
         return Ending(self.name, self.exit_code or 0, self.log_path, self.log_start)
 
     @property

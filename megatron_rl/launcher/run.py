@@ -38,10 +38,9 @@ from megatron_rl.launcher.run_folder import (
     locked,
     set_aside,
     write_config,
-    write_same_config,
 )
 from megatron_rl.observe.deaths import RunFailed
-from megatron_rl.observe.facts import find_export, run_facts
+from megatron_rl.observe.facts import run_facts
 from megatron_rl.observe.summary import RunFacts, summarize
 from megatron_rl.observe.summary_text import render_text
 from megatron_rl.protocol.checkpoint_folder import step_of
@@ -141,7 +140,7 @@ def conclude(config: Config, wall_s: dict[str, float], console: Console) -> None
     run_dir = config.run.dir
 
     def facts() -> RunFacts:
-        return run_facts(config, run_dir, wall_s, find_export(run_dir))
+        return run_facts(config, run_dir, wall_s)
 
     summary = summarize(stream_rows(run_dir / "metrics.jsonl"), facts())
     path, content = run_dir / "summary.json", json.dumps(summary, indent=2) + "\n"
@@ -167,7 +166,6 @@ def _next_commands(run_dir: Path) -> str:
 
 
 def log_into(path: Path) -> None:
-    """Append this launcher's log to a file."""
     path.parent.mkdir(exist_ok=True)
     handler = logging.FileHandler(path)
     handler.setFormatter(
@@ -200,10 +198,8 @@ def prepare_run_folder(
     record_prompts(resolved, prompts.files, is_resumed=resumed is not None or continues)
     if replaces_config:
         write_whole(resolved.run.dir / CONFIG, dump_toml(resolved), is_private=True)
-    elif continues:
-        write_same_config(resolved, resumed)
     else:
-        write_config(resolved, resumed)
+        write_config(resolved, resumed, continues=continues)
     write_dropped(resolved.run.dir, prompts.dropped)
     notes = [*prompts.notes, *prepare_datasets(resolved)]
     log_into(resolved.run.dir / "logs" / "launch.log")

@@ -37,18 +37,9 @@ from megatron_rl.protocol.checkpoint_folder import (
     step_of,
 )
 from megatron_rl.protocol.failure import FAILURES
-from megatron_rl.protocol.metrics import (
-    CONTINUED,
-    RESUMED,
-    JsonlWriter,
-    drop_torn_line,
-    iter_jsonl,
-)
+from megatron_rl.protocol.metrics import CONTINUED, RESUMED, JsonlWriter, drop_torn_line, iter_jsonl
 from megatron_rl.protocol.process import Interrupted
-from megatron_rl.protocol.whole_file import (
-    PRIVATE_FOLDER,
-    write_whole,
-)
+from megatron_rl.protocol.whole_file import PRIVATE_FOLDER, write_whole
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
@@ -353,10 +344,13 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def write_config(config: Config, resumed: Path | None) -> None:
-    """Save the config that all processes read; keeps the config of a resumed run's earlier part."""
+def write_config(config: Config, resumed: Path | None, *, continues: bool = False) -> None:
+    """Save the config that all processes read; keeps the config of a resumed run's earlier part.
+
+    continues: the start continues the queue's ledger, so only ports and label are new.
+    """
     path = config.run.dir / CONFIG
-    if resumed is not None and path.exists():
+    if resumed is not None and path.exists() and not continues:
         kept = path.with_name(f"config.until_step_{step_of(resumed):06d}.toml")
         # Copied: the folder of a launcher that is killed here has its configuration. Resumed from
         # the same step again, the steps of the present configuration are gone.
@@ -364,23 +358,15 @@ def write_config(config: Config, resumed: Path | None) -> None:
             write_whole(kept, path.read_text(), is_private=True)
     # It holds the label, by which the sockets know the run's processes.
     write_whole(path, dump_toml(config), is_private=True)
-    if resumed is not None:
+    if resumed is None and not continues:
+        return
+    if not continues:
         (config.run.dir / SUMMARY).unlink(missing_ok=True)
-        _note_resumed(config.run.dir, step_of(resumed), {"checkpoint": str(resumed)})
-
-
-def write_same_config(config: Config, resumed: Path | None) -> None:
-    """Save the config of a start that continues the queue's ledger: ports and label are new."""
-    write_whole(config.run.dir / CONFIG, dump_toml(config), is_private=True)
-    step = step_of(resumed) if resumed is not None else 0
-    _note_resumed(config.run.dir, step, {"checkpoint": str(resumed or ""), CONTINUED: 1})
-
-
-def _note_resumed(run_dir: Path, step: int, values: dict[str, str | int]) -> None:
-    path = run_dir / "metrics.jsonl"
-    drop_torn_line(path)
-    with contextlib.closing(JsonlWriter(path, "launch")) as metrics:
-        metrics.write(step, {RESUMED: 1, **values})
+    rows = config.run.dir / "metrics.jsonl"
+    drop_torn_line(rows)
+    values = {RESUMED: 1, "checkpoint": str(resumed or ""), **({CONTINUED: 1} if continues else {})}
+    with contextlib.closing(JsonlWriter(rows, "launch")) as metrics:
+        metrics.write(step_of(resumed) if resumed is not None else 0, values)
 
 
 def write_evaluation_config(config: Config, label: str, model: Path) -> Path:

@@ -105,7 +105,7 @@ class TrainerLead:
         self._own, self._link, self._here, self._rule = own, own.link, here, rule
         self._count = own.roles.trainer_nodes
         self._end_s = own.config.nodes.end_timeout_s
-        self._cause_s = max(_CAUSE_S, own.link.silence_s + _MARGIN_S)
+        self._cause_s = max(_CAUSE_S, own.config.nodes.silence_timeout_s + _MARGIN_S)
         self._fault: Fault | None = None
         """Why the latest start is over; None: it runs."""
         self._died_at: float | None = None
@@ -118,17 +118,20 @@ class TrainerLead:
         link, own = self._link, self._own
         # Ranks that fill several nodes fill this one.
         ranks = own.roles.trainer_ranks
-        link.let_return(returning_nodes(own.config, active=own.count, gpus_per_node=ranks))
+        nodes = returning_nodes(own.config, active=own.count, gpus_per_node=ranks)
+        link.registry.may_return = nodes
         link.order_trainer(TrainerOrder(start=1))
         while not self._have_all_ended_well():
             own.look()
             self._here.obey(link.order)
             self._follow(time.monotonic())
-        link.let_return(())
+        link.registry.may_return = ()
 
     def _parts(self) -> dict[int, TrainerPart]:
         """Parts of the trainer on all nodes that are there."""
-        others = {node: part for node, part in self._link.parts().items() if node < self._count}
+        others = {
+            node: part for node, part in self._link.registry.parts().items() if node < self._count
+        }
         return {0: self._here.part} | others
 
     def _have_all_ended_well(self) -> bool:

@@ -45,11 +45,7 @@ from megatron_rl.observe.host_memory import Kills, count_kills, describe_kills
 from megatron_rl.protocol.disk_room import disk_fault
 from megatron_rl.protocol.failure import FAILURE_VARIABLE, FAILURES, clear_failures, first_failure
 from megatron_rl.protocol.node_messages import RoleRestart
-from megatron_rl.protocol.process import (
-    ENDING_SIGNALS,
-    READY_FILE_VARIABLE,
-    RESTARTED_VARIABLE,
-)
+from megatron_rl.protocol.process import ENDING_SIGNALS, READY_FILE_VARIABLE, RESTARTED_VARIABLE
 from megatron_rl.protocol.wire import WireError
 
 POLL_S = 0.2

@@ -5,12 +5,10 @@ Used by the live view and the summary; `rollout_queue/activity.py` writes the ro
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
+from megatron_rl.protocol.metrics import Row
 from megatron_rl.rollout_queue.activity import DIAGNOSIS, PREFIX
 from megatron_rl.rollout_queue.diagnosis import reasons_text
-
-Row = dict[str, Any]
 
 
 class ActivityTotals:

@@ -5,20 +5,19 @@ Used by `megatron-rl audit`. Read-only; checks the present records of a run that
 
 import itertools
 import json
-import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import isclose, isfinite
 from pathlib import Path
-from typing import Any
 
+from megatron_rl.cli.command_line.printing import Report
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_run
 from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.observe.facts import read_summary
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, PARTIAL, read_complete_mark
-from megatron_rl.protocol.metrics import stream_rows
+from megatron_rl.protocol.metrics import Row, stream_rows
 from megatron_rl.protocol.rollout_files import (
     FOLDER,
     RecordedSpan,
@@ -31,8 +30,6 @@ from megatron_rl.protocol.rollout_files import (
 )
 from megatron_rl.rollout_queue.activity import ACTIVITY_S
 
-Row = dict[str, Any]
-Report = Callable[[int, int | None], None]
 _ROUNDING = 1e-6
 _ZERO_VARIANCE = "zero_variance"
 
@@ -81,7 +78,7 @@ def audit_records(run_dir: Path, report: Report) -> Findings:
     config, findings = load_run(run_dir), Findings()
     rows = []
     for row in stream_rows(run_dir / "metrics.jsonl"):
-        bad = [name for name, value in row.items() if _is_bad_number(value)]
+        bad = [n for n, value in row.items() if isinstance(value, float) and not isfinite(value)]
         findings.check("metrics are numbers", not bad, f"step {row['step']}: {bad}")
         if ACTIVITY_S not in row:
             rows.append(row)
@@ -109,10 +106,6 @@ def _check_steps(rows: list[Row], config: Config, run_dir: Path, findings: Findi
             "a run that ended took all steps", len(taken) == config.train.steps,
             f"{len(taken)} of train.steps={config.train.steps}",
         )  # fmt: skip
-
-
-def _is_bad_number(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _check_rollouts(
@@ -229,7 +222,7 @@ def _check_step(
         written = row.get(name, 0.0)
         findings.check(
             "metrics of a step match its rollouts",
-            math.isclose(written, value, rel_tol=_ROUNDING, abs_tol=_ROUNDING),
+            isclose(written, value, rel_tol=_ROUNDING, abs_tol=_ROUNDING),
             f"step {step + 1}: {name} is {written} in metrics.jsonl, {value} in {file.path.name}",
         )
     limit = max(stage.queue.max_staleness for stage in resolve_stages(config))
@@ -259,8 +252,7 @@ def _check_evaluations(run_dir: Path, rows: list[Row], findings: Findings) -> No
         mean = sum(sum(right) / len(right) for right in found.values()) / len(found)
         findings.check(
             "accuracies match recorded completions",
-            math.isclose(row["eval/accuracy"], mean, abs_tol=_ROUNDING)
-            and row["eval/n"] == len(found),
+            isclose(row["eval/accuracy"], mean, abs_tol=_ROUNDING) and row["eval/n"] == len(found),
             f"{label}: {row['eval/accuracy']} of {row['eval/n']} prompts in metrics.jsonl, "
             f"{mean} of {len(found)} in rollouts/",
         )

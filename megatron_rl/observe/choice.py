@@ -10,13 +10,12 @@ from typing import Any
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.exports import candidate_name, candidate_step
+from megatron_rl.protocol.metrics import Row
 
 CHOSEN = "launch/chosen_step"
 """Metric of the launcher: the chosen step of the cold start."""
 SET = "evaluation_set"
 """In the same row: the evaluation set of the choice; "" for held-out prompts."""
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,6 @@ def summarize_choice(rows: list[Row]) -> dict[str, Any] | None:
 
 
 def choice_lines(choice: dict[str, Any] | None) -> list[str]:
-    """Lines of the summary about the choice."""
     if choice is None:
         return []
     by = f"on {choice['evaluation_set']}" if choice["evaluation_set"] else "on held-out prompts"

@@ -19,15 +19,14 @@ SAMPLED_STEPS = 10
 """Most steps to read at each end of a run, whose rollouts may have gigabytes."""
 
 
-def run_facts(
-    config: Config, run_dir: Path, wall_s: dict[str, float], hf_export: str | None
-) -> RunFacts:
+def run_facts(config: Config, run_dir: Path, wall_s: dict[str, float]) -> RunFacts:
     """Facts of a run; wall_s: seconds by phase; run_dir: present path of its folder."""
     names = ("summary.json", "config.toml", "metrics.jsonl", "rollouts", "checkpoints", "logs")
     paths = [run_dir / name for name in names]
+    exports = [run_dir / "hf" / name for name in (FINAL, COLD_START)]
     return RunFacts(
         wall_s=wall_s,
-        hf_export=hf_export,
+        hf_export=next((str(path) for path in exports if path.exists()), None),
         max_staleness=max(stage.queue.max_staleness for stage in resolve_stages(config)),
         strict_staleness=config.queue.strict_staleness,
         eval_temperature=config.eval.temperature,
@@ -49,12 +48,6 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InputError(f"{path} is no summary of a run: it holds {found!r:.40}; {fix}")
     return found
-
-
-def find_export(run_dir: Path) -> str | None:
-    """The last exported model; None without one."""
-    paths = [run_dir / "hf" / name for name in (FINAL, COLD_START)]
-    return next((str(path) for path in paths if path.exists()), None)
 
 
 def sampled_accuracy(rollouts: Path) -> tuple[float | None, float | None]:

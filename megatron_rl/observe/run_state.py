@@ -6,7 +6,7 @@ Used by the live view and `megatron-rl status`.
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -22,6 +22,7 @@ from megatron_rl.protocol.metrics import (
     EVALUATION_RUNNING,
     GROUPS_DROPPED,
     NODES,
+    Row,
 )
 from megatron_rl.rollout_queue.peer_rows import (
     GENERATORS,
@@ -35,7 +36,6 @@ from megatron_rl.rollout_queue.peer_rows import (
 )
 from megatron_rl.rollout_queue.waits import WAITS, Wait, read_waits
 
-Row = dict[str, Any]
 Kind = Literal["evaluation", "restart", "node", "activity", "step", "sft step", "other"]
 RECENT = 10
 """Steps used for speed and warnings."""
@@ -118,7 +118,6 @@ class EvaluationProgress:
         self._last: Row | None = None
 
     def note(self, row: Row) -> None:
-        """Take in a row of any role."""
         if EVALUATION_RUNNING in row:
             if self._first is None or _base(self._first) != _base(row):
                 self._first = row
@@ -138,7 +137,6 @@ class EvaluationProgress:
         return text if left_s is None else f"{text}, about {duration_text(left_s)} left"
 
     def bar(self) -> Table:
-        """A progress bar with `text`."""
         assert self._last is not None
         table = Table.grid(padding=(0, 1))
         bar = ProgressBar(
@@ -174,7 +172,6 @@ class Peers:
         """Processes that the last row added to `missing`."""
 
     def note(self, row: Row) -> None:
-        """Take in a row."""
         self.newly_missing = []
         if GENERATORS not in row:
             return
@@ -272,7 +269,6 @@ def lacks_gap(step: Row) -> bool:
 
 
 def step_line(row: Row, total: int) -> str:
-    """One plain line about a training step."""
     cells = [f"{heading} {cell(row, name, form)}" for heading, name, form in COLUMNS]
     return f"step {row['step']}/{total}: " + "  ".join(cells)
 
@@ -286,7 +282,6 @@ def sft_line(row: Row) -> str:
 
 
 def evaluation_line(row: Row) -> str:
-    """One plain line about an evaluation."""
     lost = row.get("eval/not_graded", 0)
     ungraded = f", {lost} completions could not be graded" if lost else ""
     if "eval/accuracy" not in row:

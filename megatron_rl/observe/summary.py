@@ -18,9 +18,9 @@ from megatron_rl.protocol.metrics import (
     GROUPS_DROPPED,
     MAJ_AT,
     PASS_AT,
+    Row,
 )
 
-Row = dict[str, Any]
 Interval = tuple[float, float]
 
 SFT_BASELINE_TEXT = (

@@ -67,10 +67,11 @@ def _set_lines(summary: dict[str, Any]) -> list[str]:
 def _training_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
     if not summary["steps"]:
         return _stepless_lines(summary)
+    dropped = reasons_text(Counter(summary["groups_dropped"]))
     bound = "" if facts.strict_staleness else " for a typical rollout; a slow group may exceed it"
     return [
         f"RL steps            {summary['steps']}, {summary['rollouts_trained']} rollouts trained; "
-        f"groups dropped: {_dropped_text(summary)}{_ungraded_text(summary)}",
+        f"groups dropped: {dropped or 'none'}{_ungraded_text(summary)}",
         f"Mean reward         first 10 steps {_number(summary['reward_first10'])}, "
         f"last 10 steps {_number(summary['reward_last10'])}",
         "Sampled accuracy    of all rollouts, zero-variance groups too: first fifth of the steps "
@@ -116,10 +117,6 @@ def _stepless_lines(summary: dict[str, Any]) -> list[str]:
     if summary.get("diagnosis"):
         lines.append(f"Likely fault        {summary['diagnosis']}")
     return lines
-
-
-def _dropped_text(summary: dict[str, Any]) -> str:
-    return reasons_text(Counter(summary["groups_dropped"])) or "none"
 
 
 def _ungraded_text(summary: dict[str, Any]) -> str:

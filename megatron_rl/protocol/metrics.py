@@ -18,6 +18,8 @@ from megatron_rl.protocol.line_errors import complete_lines, line_error
 
 log = logging.getLogger(__name__)
 
+Row = dict[str, Any]
+"""A line of metrics.jsonl."""
 RESUMED = "launch/resumed"
 """The run resumes after the step of the row (by the launcher)."""
 CONTINUED = "launch/ledger_continued"
@@ -25,9 +27,9 @@ CONTINUED = "launch/ledger_continued"
 FIRST_STEP = "trainer/first_step"
 """The step after which a trainer begins, in its first row (by the trainer)."""
 GENERATOR_RESTARTS = "launch/generator_restarts"
+"""Number of restarted generators (by the launcher)."""
 NODES = "launch/nodes"
 """In a row about a node that joined, left or came back; `node_event` is a text about it."""
-"""Number of restarted generators (by the launcher)."""
 GROUPS_DROPPED = "queue/groups_dropped_"
 """Prefix: groups not trained on, by reason."""
 COMPLETIONS_DROPPED = "queue/completions_dropped_"

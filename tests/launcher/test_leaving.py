@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher import leaving
-from megatron_rl.launcher.leaving import LeaveOnSignal
+from megatron_rl.launcher import orderly_stop
 from megatron_rl.launcher.node_link import FirstNodeLink
+from megatron_rl.launcher.orderly_stop import LeaveOnSignal
 from megatron_rl.launcher.other_node import other_node
 from megatron_rl.launcher.placement import NodeRoles
 from megatron_rl.protocol.node_messages import PhaseKind, RunPhase
@@ -47,7 +47,7 @@ class FirstNode(threading.Thread):
             link.begin(RunPhase(0, PhaseKind.TRAINING), lambda: None)
             while not self.is_over.wait(0.02):
                 link.exchange(time.monotonic())
-                self.events += link.take_events()
+                self.events += link.registry.take_events()
 
 
 def test_a_signalled_node_has_its_roles_leave_and_goes(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_second_signal_ends_the_node_at_once(tmp_path: Path) -> None:
 def test_a_signal_to_all_nodes_stops_the_run_and_no_node_leaves_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leaving, "_OTHERS_S", 0.0)
+    monkeypatch.setattr(orderly_stop, "_OTHERS_S", 0.0)
     with LeaveOnSignal(tmp_path) as stop:
         assert not stop.is_due
         os.kill(os.getpid(), signal.SIGTERM)

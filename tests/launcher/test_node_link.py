@@ -209,19 +209,19 @@ def test_the_first_node_hears_once_of_each_restart_elsewhere() -> None:
             other.tell_restart(restart)
             look(other)
             look(first)
-            heard += first.take_restarts()
+            heard += first.registry.take_restarts()
         for _ in range(200):
             if len(heard) == len(wanted):
                 break
             look(other)
             look(first)
-            heard += first.take_restarts()
+            heard += first.registry.take_restarts()
         assert heard == wanted
         # What it says from now on holds the same ones.
         for _ in range(3):
             other._say()
             look(first)
-        assert first.take_restarts() == []
+        assert first.registry.take_restarts() == []
 
 
 def test_nodes_know_what_the_others_have_given_up_and_whom_the_queue_misses() -> None:
@@ -374,4 +374,4 @@ def test_a_launcher_of_an_earlier_job_is_turned_away() -> None:
         while one.is_alive() and time.monotonic() < until:
             look(first)
         assert isinstance(one.error, TurnedAway) and not one.phases
-        assert first._attendance.behind(1) == [1]
+        assert first.registry.behind(1) == [1]

@@ -14,6 +14,7 @@ from megatron_rl.launcher.restarts import (
     answer_death,
     pause_before,
     restart_rule,
+    section_of,
 )
 
 KILLED = Death(
@@ -123,4 +124,4 @@ def test_rules_are_what_the_configuration_says() -> None:
     assert rule.ready_path == Path("R/logs/generator-2-before.ready")
     rule = restart_rule(config, "verifier", "verifier-1", until="queue", replicas=4)
     assert (rule.kind, rule.limit, rule.window_s) == ("verifier", 7, 3600.0)
-    assert (rule.replicas, rule.min_replicas, rule.section) == (4, 1, "verifier")
+    assert (rule.replicas, rule.min_replicas, section_of(rule.kind)) == (4, 1, "verifier")

@@ -213,7 +213,7 @@ def test_a_second_launcher_of_a_trainer_node_is_refused_and_the_run_continues() 
 
     with FirstNodeLink(cfg, 2) as first, OtherNodeLink(cfg, 1, 2) as node:
         first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
-        first.let_return([1])
+        first.registry.may_return = [1]
         first.order_trainer(TrainerOrder(start=1))
         until = time.monotonic() + 60
         while node.order.start != 1 and time.monotonic() < until:
@@ -224,6 +224,6 @@ def test_a_second_launcher_of_a_trainer_node_is_refused_and_the_run_continues() 
                 while time.monotonic() < until:
                     look(first), look(second)
         node.tell_part(TrainerPart(1, is_over=False))
-        while first.parts()[1].start != 1 and time.monotonic() < until + 20:
+        while first.registry.parts()[1].start != 1 and time.monotonic() < until + 20:
             look(first), look(node)
-        assert first.parts() == {1: TrainerPart(1, is_over=False)} and not first.lost
+        assert first.registry.parts() == {1: TrainerPart(1, is_over=False)} and not first.lost

@@ -10,8 +10,8 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import NodesConfig
 from megatron_rl.launcher.node_link import NodeLost
+from megatron_rl.launcher.nodes import lost_place
 from megatron_rl.launcher.placement import NodeRoles, place
-from megatron_rl.launcher.spare import lost_place
 from megatron_rl.observe.heartbeat import PREPARED, Heartbeat
 
 LIMITS = NodesConfig(start_timeout_s=20, silence_timeout_s=2)

@@ -201,7 +201,7 @@ def test_the_first_node_bears_what_others_send(
                 link.exchange(0.0)
             except (InputError, node_link.NodeLost):
                 # A state that can be read, of a node that was started wrongly or has left.
-                link._attendance._states.clear()
+                link.registry._states.clear()
 
         assert isinstance(link._router, Counted)
         run_attack(attack, link._router, frames=number, messages=lambda: sound, read=read)

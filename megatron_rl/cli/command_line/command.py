@@ -30,6 +30,8 @@ from typer.models import ParameterInfo
 
 PROGRAM = "megatron-rl"
 Handler = Callable[[Any, Console], int]
+_APPS: dict[str, typer.Typer] = {}
+"""The commands of each imported module."""
 
 
 class Command(TyperCommand):
@@ -46,7 +48,6 @@ class Command(TyperCommand):
         return super().parse_args(ctx, spread(args, several, optional))
 
     def invoke(self, ctx: typer.Context) -> int:
-        """Call the handler with the options."""
         # Loads sockets and the configuration, which help does not need.
         from megatron_rl.protocol.process import run_main
 
@@ -79,13 +80,17 @@ def _empty(found: Sequence[str], optional: Collection[str]) -> list[str]:
 
 
 def command(
-    app: typer.Typer, name: str, help_text: str, *, epilog: str | None = None
+    name: str, help_text: str, *, epilog: str | None = None
 ) -> Callable[[Handler], Handler]:
-    """Add the decorated `f(options, console) -> exit code` to the app."""
+    """Make a command of the decorated `f(options, console) -> exit code`.
+
+    Its docstring tells the exit codes, unless they are 0 and 2 (bad input).
+    """
 
     def add(handler: Handler) -> Handler:
         kind = next(iter(get_type_hints(handler).values()))
         bound = type("Command", (Command,), {"handler": staticmethod(handler)})
+        app = _APPS.setdefault(handler.__module__, _new_app(no_args_is_help=True))
         app.command(name, cls=bound, help=help_text, epilog=epilog)(_maker_of(kind))
         return handler
 
@@ -144,6 +149,11 @@ def _with_help(name: str, hint: Any, text: str | None) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class NoOptions:
+    """Of a command that takes none."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Entry:
     """One command of a group."""
 
@@ -167,10 +177,6 @@ class LazyGroup(TyperGroup):
         for entry in self.entries:
             self.add_command(TyperCommand(entry.name, help=entry.help, rich_help_panel=entry.panel))
 
-    def list_commands(self, ctx: typer.Context) -> list[str]:
-        """In the order of the table."""
-        return [entry.name for entry in self.entries]
-
     def resolve_command(
         self, ctx: typer.Context, args: list[str]
     ) -> tuple[str | None, TyperCommand | TyperGroup | None, list[str]]:
@@ -181,15 +187,14 @@ class LazyGroup(TyperGroup):
 
 
 def load(entry: Entry) -> TyperCommand | TyperGroup:
-    """Import a command."""
-    found = get_command(importlib.import_module(entry.module).app)
+    module = importlib.import_module(entry.module)
+    found = get_command(_APPS.get(entry.module) or module.app)
     if isinstance(found, TyperGroup) and not entry.is_group:
         return found.commands[entry.name]
     return found
 
 
 def lazy_app(help_text: str, entries: Sequence[Entry], *, add_completion: bool) -> typer.Typer:
-    """A typer app of these commands."""
     kind = type("Group", (LazyGroup,), {"entries": tuple(entries)})
     app = typer.Typer(cls=kind, help=help_text, no_args_is_help=True, add_completion=add_completion)
     # Typer refuses an app without commands unless it has a callback.
@@ -197,16 +202,17 @@ def lazy_app(help_text: str, entries: Sequence[Entry], *, add_completion: bool) 
     return app
 
 
-def plain_app(
-    help_text: str | None = None, *, callback: Callable[..., int] | None = None
-) -> typer.Typer:
-    """A typer app for the commands of one module. callback: called without a command's name."""
-    app = typer.Typer(
+def group(module: str, help_text: str, *, callback: Callable[..., int] | None = None) -> None:
+    """Make a group of a module's commands. callback: called without a command's name."""
+    app = _new_app(
         help=help_text,
-        add_completion=False,
         no_args_is_help=callback is None,
         invoke_without_command=callback is not None,
     )
     if callback is not None:
         app.callback()(callback)
-    return app
+    _APPS[module] = app
+
+
+def _new_app(**settings: Any) -> typer.Typer:
+    return typer.Typer(add_completion=False, **settings)

@@ -7,9 +7,11 @@ tree. Without an offer bash completes file names.
 import functools
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from megatron_rl.config.errors import InputError
 
 _QUOTED = re.compile(r'"([^"]*)"')
 
@@ -60,7 +62,6 @@ def _as_typed(parts: list[str], typed: list[str]) -> str:
 
 
 def complete_config(incomplete: str) -> list[str]:
-    """Names of shipped configurations."""
     from megatron_rl.config.shipped import shipped
 
     return [name for name in shipped() if name.startswith(incomplete)]
@@ -70,6 +71,14 @@ def complete_run_folder(incomplete: str) -> list[str]:
     """Folders of runs in runs/."""
     found = sorted(str(path.parent) for path in Path("runs").glob("*/config.toml"))
     return [name for name in found if name.startswith(incomplete)]
+
+
+def check_above_zero(options: Any, *names: str) -> None:
+    """Raise InputError for an option that is given and not above 0."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise InputError(f"--{name.replace('_', '-')} {value} must be above 0")
 
 
 _FILE_HELP = "TOML file, or the name of a shipped configuration."

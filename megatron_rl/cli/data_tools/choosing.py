@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import OneConfig
 from megatron_rl.cli.command_line.printing import progress
 from megatron_rl.cli.data_tools.files import (
@@ -20,23 +20,15 @@ from megatron_rl.cli.data_tools.files import (
     read_prompts,
     write_rows,
 )
-from megatron_rl.curation.difficulty import (
-    DifficultyOptions,
-    filter_difficulty,
-    open_classes,
-)
+from megatron_rl.curation.difficulty import DifficultyOptions, filter_difficulty, open_classes
 from megatron_rl.curation.duplicates import DEFAULT_THRESHOLD, decontaminate, dedupe
 from megatron_rl.curation.format_filter import filter_format
 from megatron_rl.curation.rows import read_rows
 from megatron_rl.curation.samples import read_samples
 
-app = plain_app()
-
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceOptions(DifficultyOptions, ToolOptions):
-    """Options of `data difficulty`."""
-
     samples: Path
     """Folder with rollouts, a file of rollouts, or JSONL of {id, correct, answers}."""
     label: str = ""
@@ -44,9 +36,8 @@ class ChoiceOptions(DifficultyOptions, ToolOptions):
     config: OneConfig = None
 
 
-@command(app, "difficulty", "Keep prompts that are neither too hard nor too easy.")
+@command("difficulty", "Keep prompts that are neither too hard nor too easy.")
 def difficulty(options: ChoiceOptions, console: Console) -> int:
-    """Exit code: 0, 2 (bad input)."""
     check_output(options)
     rows = read_prompts(options)
     config = read_config(options.config)
@@ -66,17 +57,14 @@ def difficulty(options: ChoiceOptions, console: Console) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class FormatOptions(ToolOptions):
-    """Options of `data filter-format`."""
-
     tasks: Annotated[list[str], typer.Option(metavar="NAME...")] = field(
         default_factory=lambda: ["math"]
     )
     """Tasks to filter."""
 
 
-@command(app, "filter-format", "Keep problems with one answer that can be compared.")
+@command("filter-format", "Keep problems with one answer that can be compared.")
 def filter_file(options: FormatOptions, console: Console) -> int:
-    """Exit code: 0, 2 (bad input)."""
     check_output(options)
     kept, report = filter_format(read_prompts(options), tasks=options.tasks)
     return write_rows(options.out, kept, report, console)
@@ -84,14 +72,11 @@ def filter_file(options: FormatOptions, console: Console) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DedupeOptions(ToolOptions):
-    """Options of `data dedupe`."""
-
     threshold: float = DEFAULT_THRESHOLD
 
 
-@command(app, "dedupe", "Drop near duplicates within a file.")
+@command("dedupe", "Drop near duplicates within a file.")
 def dedupe_file(options: DedupeOptions, console: Console) -> int:
-    """Exit code: 0, 2 (bad input)."""
     check_output(options)
     rows = read_prompts(options)
     with progress(console, "problems") as report_on:
@@ -101,15 +86,12 @@ def dedupe_file(options: DedupeOptions, console: Console) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DecontaminateOptions(DedupeOptions):
-    """Options of `data decontaminate`."""
-
     against: Annotated[list[Path], typer.Option(metavar="FILE...")]
     """Evaluation problems."""
 
 
-@command(app, "decontaminate", "Drop problems that evaluations ask.")
+@command("decontaminate", "Drop problems that evaluations ask.")
 def decontaminate_file(options: DecontaminateOptions, console: Console) -> int:
-    """Exit code: 0, 2 (bad input)."""
     check_output(options)
     rows = read_prompts(options)
     evaluations = [row for path in options.against for row in read_rows(path, task=options.task)]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import OneConfig
 from megatron_rl.cli.command_line.printing import progress
 from megatron_rl.cli.data_tools.files import (
@@ -30,13 +30,9 @@ from megatron_rl.curation.samples import read_solutions
 from megatron_rl.curation.tool import check_at_least
 from verification.comparisons import code_limits
 
-app = plain_app()
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(CodeTestOptions, ToolOptions):
-    """Options of the command."""
-
     solutions: Path
     """Folder with rollouts, a file of rollouts, or JSONL of {id, language, source}."""
     task: str = "code"
@@ -49,9 +45,8 @@ class Options(CodeTestOptions, ToolOptions):
     )
 
 
-@command(app, "code-tests", "Validate test cases by running solutions.")
+@command("code-tests", "Validate test cases by running solutions.")
 def code_tests(options: Options, console: Console) -> int:
-    """Exit code: 0, 2 (bad input)."""
     check_at_least("--workers", options.workers, 1)
     check_output(options)
     rows = read_prompts(options)

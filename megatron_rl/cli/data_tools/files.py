@@ -87,7 +87,6 @@ def write_lines(out: Path, lines: list[Any], report: Report, console: Console) -
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the counts as a table."""
     table = Table(f"data {report.tool}", "rows")
     table.add_row("read", str(report.read))
     for kind, counts in (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import DryRun, OneConfig, Overrides
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.cli.data_tools.files import ToolOptions, read_prompts
@@ -25,7 +25,6 @@ from megatron_rl.launcher.run_folder import CONFIG
 from megatron_rl.observe.deaths import until_death
 from megatron_rl.protocol.whole_file import write_whole
 
-app = plain_app()
 SET = "graded"
 """Name of the evaluation set, and so of figures and files."""
 PROBLEMS = "problems.jsonl"
@@ -34,8 +33,6 @@ PROBLEMS = "problems.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class GradeOptions(ToolOptions):
-    """Options of the command."""
-
     model: Path
     """Hugging Face folder."""
     out: Path
@@ -49,7 +46,7 @@ class GradeOptions(ToolOptions):
     dry_run: DryRun = False
 
 
-@command(app, "grade", "Samples of every problem by a model, graded.")
+@command("grade", "Samples of every problem by a model, graded.")
 def grade(options: GradeOptions, console: Console) -> int:
     """Exit code: 0, 1 (a role died), 2 (bad input)."""
     return until_death(lambda: _grade(options, console))

@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.cli.command_line.command import command, plain_app
-from megatron_rl.cli.command_line.parameters import Json, Overrides, complete_config
+from megatron_rl.cli.command_line.command import command
+from megatron_rl.cli.command_line.parameters import ConfigFiles, Json, Overrides
 from megatron_rl.cli.command_line.printing import printable, say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override, read_layers, resolve
@@ -43,9 +43,6 @@ class Shown(NamedTuple):
     """Reason why a run would leave the prompt out; empty: none."""
 
 
-app = plain_app()
-
-
 @dataclass(frozen=True)
 class SourceOptions:
     """Options of both commands."""
@@ -54,12 +51,7 @@ class SourceOptions:
     """Configuration (TOML file or shipped name), file or folder of prompts, hub:NAME,
     reasoning_gym:NAME."""
     overrides: Overrides = field(default_factory=list)
-    config: Annotated[
-        list[str],
-        typer.Option(
-            "--config", metavar="FILE", show_default=False, autocompletion=complete_config
-        ),
-    ] = field(default_factory=list)
+    config: ConfigFiles = field(default_factory=list)
     """Configuration with the tasks, model and lengths for SOURCE; without SOURCE: the configuration
     whose prompts are meant."""
     model: Path | None = None
@@ -68,14 +60,12 @@ class SourceOptions:
 
 @dataclass(frozen=True)
 class CheckOptions(SourceOptions):
-    """Options of `data check`."""
-
     limit: int = 20
     """Maximum number of faults to print; equal faults count once."""
     json: Json = False
 
 
-@command(app, "check", "Find faults of prompts, with their rows.")
+@command("check", "Find faults of prompts, with their rows.")
 def check(options: CheckOptions, console: Console) -> int:
     """Exit code: 0, 1 (there are faults), 2 (bad input)."""
     config = decide_thinking(read_source_config(options))
@@ -112,8 +102,6 @@ def fault_lines(faults: Sequence[Fault]) -> list[str]:
 
 @dataclass(frozen=True)
 class ShowOptions(SourceOptions):
-    """Options of `data show`."""
-
     rows: int = 3
     """Number of prompts to print."""
     start: int = 0
@@ -124,9 +112,8 @@ class ShowOptions(SourceOptions):
     """Maximum number of characters per prompt."""
 
 
-@command(app, "show", "Show prompts as the model sees them, with their tokens.")
+@command("show", "Show prompts as the model sees them, with their tokens.")
 def show(options: ShowOptions, console: Console) -> int:
-    """Exit code: 0, 2 (bad input)."""
     for name in ("rows", "chars"):
         if getattr(options, name) < 1:
             raise InputError(f"--{name} {getattr(options, name)}: expected 1 or more")
@@ -169,7 +156,7 @@ def read_source_config(options: SourceOptions) -> Config:
         config = load_config(files, given)
     elif kind in _NAMED_KINDS and name:
         config = _of_one_source({"kind": kind, "name": name}, files, given)
-    elif _is_configuration(source):
+    elif Path(source).suffix == ".toml" or names_shipped(source):
         config = load_config([*files, config_path(source)], given)
     else:
         config = _of_one_source({"path": source}, files, given)
@@ -178,10 +165,6 @@ def read_source_config(options: SourceOptions) -> Config:
             f"{source or ', '.join(options.config)} names no prompts: add a [[prompts]] section"
         )
     return config
-
-
-def _is_configuration(source: str) -> bool:
-    return Path(source).suffix == ".toml" or names_shipped(source)
 
 
 def _of_one_source(
@@ -244,17 +227,15 @@ def _print_prompt(prompt: Prompt, shown: Shown | None, chars: int, console: Cons
     _say(console, said)
     if shown is not None and shown.refusal:
         _say(console, f"a run leaves it out: {shown.refusal}")
-    text = shown.text if shown is not None and shown.text else _as_written(prompt)
+    text = "\n".join(f"[{message.role}] {message.content}" for message in prompt.messages)
+    if shown is not None and shown.text:
+        text = shown.text
     _say(console, *text[:chars].split("\n"))
     if len(text) > chars:
         _say(console, f"... {len(text) - chars} more characters: --chars {len(text)}")
     _say(console, f"answer: {' or '.join(prompt.answers)[:chars]}")
     if prompt.entry:
         _say(console, f"entry: {prompt.entry[:chars]}")
-
-
-def _as_written(prompt: Prompt) -> str:
-    return "\n".join(f"[{message.role}] {message.content}" for message in prompt.messages)
 
 
 def _print_counts(findings: Findings, console: Console) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import RunFolder
 from megatron_rl.cli.command_line.printing import counted, progress
 from megatron_rl.cli.data_tools.files import check_output, part_of, write_lines
@@ -20,13 +20,9 @@ from megatron_rl.curation.sft_examples import (
 )
 from megatron_rl.trainer.sft_dataset import read_sft_dataset
 
-app = plain_app()
-
 
 @dataclass(frozen=True, kw_only=True)
 class MiningOptions(SftExampleOptions):
-    """Options of the command."""
-
     run_dir: RunFolder
     out: Path
     """JSONL file to write."""
@@ -38,9 +34,8 @@ class MiningOptions(SftExampleOptions):
     """Task of the SFT examples to mix in; default: their own."""
 
 
-@command(app, "sft", "Mine a run for SFT examples of a cold start.")
+@command("sft", "Mine a run for SFT examples of a cold start.")
 def examples(options: MiningOptions, console: Console) -> int:
-    """Exit code: 0, 2 (bad input)."""
     check_output(options)
     given = [] if options.instructions is None else read_sft_dataset(options.instructions)
     if options.instruction_task is not None:

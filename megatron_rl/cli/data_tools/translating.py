@@ -9,7 +9,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import DryRun
 from megatron_rl.cli.command_line.printing import progress, say
 from megatron_rl.cli.data_tools.files import (
@@ -33,15 +33,12 @@ from megatron_rl.protocol.whole_file import write_whole
 if TYPE_CHECKING:
     from megatron_rl.curation.chat_endpoint import Endpoint
 
-app = plain_app()
 _HOW = "Who translates: one of these"
 _SERVER = "With --endpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(TranslateOptions, ToolOptions):
-    """Options of the command."""
-
     requests: Annotated[bool, typer.Option(rich_help_panel=_HOW)] = False
     """Write requests to --out, for any translator."""
     translations: Annotated[Path | None, typer.Option(rich_help_panel=_HOW)] = None
@@ -63,9 +60,8 @@ class Options(TranslateOptions, ToolOptions):
     dry_run: DryRun = False
 
 
-@command(app, "translate", "Put a share of the problems into six other languages.")
+@command("translate", "Put a share of the problems into six other languages.")
 def translate_file(options: Options, console: Console) -> int:
-    """Exit code: 0, 2 (bad input)."""
     ways = (options.requests, options.translations is not None, options.endpoint is not None)
     if sum(ways) != 1:
         raise InputError("give one of --requests, --translations FILE, --endpoint URL")

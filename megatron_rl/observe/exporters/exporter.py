@@ -72,7 +72,6 @@ class Exporter(Closing):
             self._pass_on(rows)
 
     def close(self) -> None:
-        """Let the writers finish."""
         with ExitStack() as stack:
             for writer in self._writers:
                 stack.callback(writer.close)
@@ -163,7 +162,6 @@ def main(config: Config) -> None:
 
 
 def start() -> int:
-    """Entry of the process."""
     parser = argparse.ArgumentParser(description="passes metrics on; started by a run")
     parser.add_argument("--config", type=Path, required=True)
     config = load_config(parser.parse_args().config)

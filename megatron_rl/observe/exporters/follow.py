@@ -4,11 +4,9 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from megatron_rl.protocol.metrics import end_of_lines, stream_rows
+from megatron_rl.protocol.metrics import Row, end_of_lines, stream_rows
 
-Row = dict[str, Any]
 CHUNK_BYTES, CHUNK_ROWS = 1 << 18, 100
 """Limits of one read; a longer file takes several."""
 
@@ -45,7 +43,6 @@ class Follower:
             yield rows
 
     def skip(self) -> None:
-        """Skip the present rows."""
         self._position = self._path.stat().st_size if self._path.exists() else 0
 
 

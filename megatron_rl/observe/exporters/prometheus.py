@@ -71,7 +71,6 @@ class PrometheusServer(Closing):
         return self._families[key], what
 
     def close(self) -> None:
-        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5.0)

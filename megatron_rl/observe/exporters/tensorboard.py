@@ -21,7 +21,6 @@ class TensorBoardWriter:
             file.unlink()
 
     def add(self, rows: list[Row]) -> None:
-        """Write rows."""
         for row in rows:
             values = numbers(row)
             if not values:
@@ -43,6 +42,5 @@ class TensorBoardWriter:
         return self._writers[source]
 
     def close(self) -> None:
-        """Flush and close the files."""
         for writer in self._writers.values():
             writer.close()

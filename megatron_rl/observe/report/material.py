@@ -6,18 +6,16 @@ Records are read in one pass and reduced to plotted values; a long run has gigab
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.line_errors import decode_lines
-from megatron_rl.protocol.metrics import stream_rows
+from megatron_rl.protocol.metrics import Row, stream_rows
 from megatron_rl.protocol.rollout import given_ranges
-from megatron_rl.protocol.rollout_files import FOLDER, RecordedSpan, rollout_files
+from megatron_rl.protocol.rollout_files import FOLDER, RecordedSpan, RolloutTimes, rollout_files
 from megatron_rl.rollout_queue.activity import ACTIVITY_S
 
-Row = dict[str, Any]
 _EXPECTED = "a recorded rollout"
 GIVEN, WAITED = "report/given_tokens_share", "report/environment_wait_share"
 """Columns that the report adds to rows of steps."""
@@ -27,15 +25,6 @@ MAX_EXAMPLES = 8
 """Shown prompts with completions before and after training."""
 MAX_SHOWN_CHARS = 4_000
 """Shown characters of one text."""
-
-
-class Times(msgspec.Struct):
-    """Unix seconds; 0: never."""
-
-    leased: float = 0.0
-    done: float = 0.0
-    scored: float = 0.0
-    trained: float = 0.0
 
 
 class Record(msgspec.Struct):
@@ -48,7 +37,8 @@ class Record(msgspec.Struct):
     index: int = 0
     reason: str = ""
     reward: float | None = None
-    times: Times = msgspec.field(default_factory=Times)
+    times: RolloutTimes = RolloutTimes(leased=0.0, done=0.0)
+    """Zeros: not recorded."""
     spans: list[RecordedSpan] = []
     environment_s: float | None = None
     """None: no conversation with an environment."""
@@ -141,7 +131,6 @@ def _examples(folder: Path) -> list[Example]:
 
 
 def _answers(path: Path) -> dict[str, Answer]:
-    """The first completion of each prompt."""
     decoder = msgspec.json.Decoder(Answer)
     found: dict[str, Answer] = {}
     for answer in decode_lines(path, decoder, expected=_EXPECTED):

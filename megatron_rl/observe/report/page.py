@@ -30,6 +30,7 @@ pre { background: #f6f6f6; padding: .6rem; overflow-x: auto; white-space: pre-wr
 .right { border-left: 4px solid #2ca02c; } .wrong { border-left: 4px solid #d62728; }
 summary { cursor: pointer; }
 """
+_PARTS = ("summary", "plots", "timeline", "examples", "configuration")
 _SCRIPT = """
 for (const [id, figure] of Object.entries(FIGURES)) {
   Plotly.newPlot(id, figure.data, figure.layout, {responsive: true, displaylogo: false});
@@ -50,7 +51,7 @@ def render(
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(_POLICY)}">',
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{html.escape(title)}</h1>",
-        _navigation(),
+        "<nav>" + "".join(f'<a href="#{name}">{name}</a>' for name in _PARTS) + "</nav>",
         '<h2 id="summary">Summary</h2>',
         *(f"<h3>{html.escape(r.name)}</h3>{_text(t)}" for r, t in zip(runs, texts, strict=True)),
         '<h2 id="plots">Plots</h2>',
@@ -63,11 +64,6 @@ def render(
         "</body></html>",
     ]  # fmt: skip
     return "\n".join(parts) + "\n"
-
-
-def _navigation() -> str:
-    names = ("summary", "plots", "timeline", "examples", "configuration")
-    return "<nav>" + "".join(f'<a href="#{name}">{name}</a>' for name in names) + "</nav>"
 
 
 def _box(name: str, plot: Plot) -> str:

@@ -35,7 +35,6 @@ class Span(NamedTuple):
 
 
 def spans(run: Run) -> list[Span]:
-    """All spans from metrics."""
     return [*_trainer(run), *_generators(run), *_evaluations(run)]
 
 

@@ -84,7 +84,6 @@ class Index(Closing):
         self._connection.executescript(_TABLE)
 
     def close(self) -> None:
-        """Close the database."""
         self._connection.close()
 
     def refresh(self) -> int:
@@ -171,8 +170,7 @@ class Index(Closing):
             numbers = [n for (n,) in self._connection.execute(asked, [*values, limit, offset])]
         marks = ", ".join("?" * len(numbers))
         cursor = self._connection.execute(
-            "select id, step, evaluation, kind, task, language, reason, dropped, reward, tokens, "
-            "staleness, finish, generator, prompt, stage, grp, idx, "
+            f"select id, {', '.join(_COLUMNS[3:])}, "
             f"substr(problem, 1, {_PREVIEW_CHARS}) as problem, "
             f"substr(text, 1, {_PREVIEW_CHARS}) as text "
             f"from rollouts join texts using (id) where id in ({marks})",

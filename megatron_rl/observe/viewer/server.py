@@ -14,7 +14,7 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -22,7 +22,10 @@ from aiohttp import web
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.thinking import ThinkTags
 from megatron_rl.observe.viewer.index import SORTABLE, Filter, Index
-from megatron_rl.observe.viewer.tokens import Decoder, read_record, view_tokens
+from megatron_rl.observe.viewer.tokens import read_record, view_tokens
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 HOST = "127.0.0.1"
 REFRESH_S = 5.0
@@ -46,7 +49,7 @@ class Viewer:
     """Request handlers of one run's viewer."""
 
     def __init__(
-        self, index: Index, decoder: Decoder | None, *, name: str, tags: ThinkTags | None = None
+        self, index: Index, decoder: "Tokenizer | None", *, name: str, tags: ThinkTags | None = None
     ) -> None:
         """tags: around the thoughts, which are dimmed; None: nothing is."""
         self._index = index

@@ -1,7 +1,7 @@
 """Texts and values of a rollout's tokens. Used by the viewer."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -11,17 +11,13 @@ from megatron_rl.observe.viewer.index import Place
 from megatron_rl.protocol.rollout_files import RolloutRecord, parse_name, read_arrays
 from megatron_rl.protocol.trained_tokens import read_trained
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 GIVEN = -2
 """Version of a token that was given to the policy, such as a tool result."""
 _WINDOW = 8
 """Tokens to decode together: characters and spaces depend on neighbouring tokens."""
-
-
-class Decoder(Protocol):
-    """The used part of tokenizers.Tokenizer."""
-
-    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Text of token ids."""
 
 
 class TrainedView(msgspec.Struct, frozen=True):
@@ -48,24 +44,22 @@ class TokenView(msgspec.Struct, frozen=True):
 
 
 def read_record(place: Place) -> RolloutRecord:
-    """The record of a line."""
     with place.path.open("rb") as file:
         file.seek(place.start)
         return msgspec.json.decode(file.read(place.size), type=RolloutRecord)
 
 
-def load_decoder(model: Path) -> Decoder | None:
+def load_decoder(model: Path) -> "Tokenizer | None":
     """The tokenizer of a model folder; None without a fast one."""
     path = model / "tokenizer.json"
     if not path.is_file():
         return None
-    import tokenizers
+    from tokenizers import Tokenizer
 
-    decoder: Decoder = tokenizers.Tokenizer.from_file(str(path))
-    return decoder
+    return Tokenizer.from_file(str(path))
 
 
-def view_tokens(place: Place, record: RolloutRecord, decoder: Decoder) -> TokenView:
+def view_tokens(place: Place, record: RolloutRecord, decoder: "Tokenizer") -> TokenView:
     """Tokens of a rollout. Raises InputError if the arrays are missing or do not fit."""
     if record.words is None:
         raise InputError("recorded without token ids (queue.record_tokens = false)")
@@ -98,7 +92,7 @@ def _rounded(values: np.ndarray) -> list[float]:
     return np.round(values.astype(np.float64), 5).tolist()
 
 
-def pieces(ids: list[int], decoder: Decoder) -> list[str]:
+def pieces(ids: list[int], decoder: "Tokenizer") -> list[str]:
     """Text that each token adds; a character of several tokens belongs to its last one."""
     found, begin, shown = [], 0, ""
     for end in range(1, len(ids) + 1):

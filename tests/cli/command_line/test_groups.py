@@ -9,7 +9,7 @@ from typer.core import TyperGroup
 
 from megatron_rl.cli import main as cli
 from megatron_rl.cli.command_line.command import Entry, load
-from megatron_rl.cli.data import TOOLS
+from megatron_rl.cli.data_tools import TOOLS
 
 ROOT = Path(__file__).resolve().parents[3]
 WANTED = (
