@@ -202,32 +202,6 @@ _TO_NUMBER = {True: 1.0, False: 0.0, None: -1.0}
 _TO_OPINION = {number: opinion for opinion, number in _TO_NUMBER.items()}
 
 
-def says_text(answer: str, request: ScoreRequest) -> float:
-    """1 if equal after normalisation, -1 if not: other texts may mean the same."""
-    return 1.0 if _says("text", answer, request) == 1.0 else -1.0
-
-
-def says_number(answer: str, request: ScoreRequest) -> float:
-    """1 or 0 by plain readings, -1 if they cannot tell."""
-    return _says("number", answer, request)
-
-
-def says_structure(answer: str, request: ScoreRequest) -> float:
-    """1 or 0 by our grammar, -1 if it cannot tell."""
-    return _says("structure", answer, request)
-
-
-def says_math_verify(answer: str, request: ScoreRequest) -> float:
-    """1 or 0 by math-verify, -1 if it cannot tell."""
-    return _says("math_verify", answer, request)
-
-
-def says_bare(answer: str, request: ScoreRequest) -> float:
-    """1 or 0 by math-verify alone."""
-    said = [same_by_bare_library(answer, one) for one in (request.answer, *request.other_answers)]
-    return _TO_NUMBER[any(said)]
-
-
 def _says(parser: str, answer: str, request: ScoreRequest) -> float:
     """The opinion on the accepted answers: 1 if equal to one, 0 if to none, -1 if unknown."""
     said = [_opinions(answer, one)[parser] for one in (request.answer, *request.other_answers)]
@@ -236,4 +210,13 @@ def _says(parser: str, answer: str, request: ScoreRequest) -> float:
 
 @functools.lru_cache(maxsize=16)
 def _opinions(answer: str, reference: str) -> dict[str, bool | None]:
-    return math_answer.opinions(answer, reference)
+    said = math_answer.opinions(answer, reference)
+    # Other texts may mean the same.
+    text = said["text"] or None
+    return said | {"text": text, "bare": same_by_bare_library(answer, reference)}
+
+
+# `with_opinions` names them as extra rewards.
+says_text, says_number, says_structure, says_math_verify, says_bare = (
+    functools.partial(_says, parser) for parser in PARSERS
+)

@@ -1,10 +1,7 @@
 """Equivalence classes of the answers of one prompt: the class requests of a verifier.
 
-Runs in the verifier's only thread; used by `worker.py`. Answers are taken in order. Each is
-compared with the first answer of each class, oldest first. It joins the first class with an equal
-founder, or founds one. So n answers of c classes cost at most n * c comparisons. If sameness is not
-transitive (5 is 5 m and 5 s, which differ), the order decides. An answer whose text came before is
-not compared.
+Runs in the verifier's only thread. Answers are taken in order. Each is compared with the first
+answer of each class, oldest first, and joins the first class with an equal founder, or founds one.
 
 Plain text decides quick comparisons here. The grading processes of the task's worker pool compare
 the rest, like an answer with its reference: under the same limits and retries. `ClassDesk.advance`
@@ -212,7 +209,7 @@ class ClassDesk:
             found.clustering.note(is_same=verdict.is_correct)
             return True
         self._in_pool[request.request_id] = found
-        self._pool.submit(Draft(request, checked, {}, "", (found.step,)))
+        self._pool.submit(Draft(request, checked, (found.step,)))
         return False
 
     def _question(self, found: _Open, pair: Pair) -> tuple[FormatResult, ScoreRequest]:

@@ -39,16 +39,10 @@ class Draft(msgspec.Struct, frozen=True):
 
     request: ScoreRequest
     checked: FormatResult
-    parts: dict[str, float]
-    """Addends of the reward found so far; "correct" is 0 before the answer is judged."""
-    reason: str
-    """Reason of the verdict; empty before the answer is judged."""
     steps: tuple[Step, ...]
     """Next one first; never empty."""
-    tests: tuple[int, int] = (0, 0)
-    """As in Score."""
-    detail: str = ""
-    """As in Score."""
+    found: Finding = Finding({})
+    """Of the steps taken; before the answer is judged without a reason, and "correct" is 0."""
 
     @property
     def question(self) -> Question:
@@ -63,10 +57,14 @@ class Draft(msgspec.Struct, frozen=True):
 
     def add(self, finding: Finding) -> "Draft | Score":
         """The draft after its next step; the score when that was the last."""
-        parts = self.parts | finding.parts
-        reason = self.reason or finding.reason
-        tests = max(self.tests, finding.tests)
-        detail = self.detail or finding.detail
-        if len(self.steps) == 1:
-            return Score(sum(parts.values()), parts, reason, tests, detail)
-        return Draft(self.request, self.checked, parts, reason, self.steps[1:], tests, detail)
+        one, other = self.found, finding
+        found = Finding(
+            parts=one.parts | other.parts,
+            reason=one.reason or other.reason,
+            tests=max(one.tests, other.tests),
+            detail=one.detail or other.detail,
+        )
+        if len(self.steps) > 1:
+            return Draft(self.request, self.checked, self.steps[1:], found)
+        reward = sum(found.parts.values())
+        return Score(reward, found.parts, found.reason, found.tests, found.detail)

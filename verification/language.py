@@ -18,8 +18,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from verification.prose import (
     DENSE_LETTERS,
     HAN,
@@ -32,6 +30,25 @@ from verification.prose import (
 )
 from verification.verdict import GradingError
 
+# When a guess of the classifier counts. Measured on 6 alphabetic languages, over a thousand spans
+# of mathematical prose for each length: spans of 28 letters are taken for another language with
+# confidences up to 0.69, of 32 letters up to 0.41, of 36 letters and more never; below 0.6 are 1 %
+# of the right guesses at 32 letters and none at 60. Of 1,500 messages of translated programs in
+# each of 9 languages, with 40 letters or more, one or none is certainly another language, and 90 to
+# 100 % are certainly not English.
+MIN_CONFIDENCE = 0.6
+"""Confidence from which a guess can speak against a response. Half of it is enough for a guess that
+agrees."""
+MIN_LETTERS = 32
+"""Letters below which a part has no language; a Chinese character counts as four."""
+MAX_FOREIGN_SHARE = 0.2
+"""Share of a part's windows that may be in another language or not recognised."""
+CERTAIN_LETTERS = 40
+"""Letters from which one window is enough to speak against a part."""
+MAX_OWN_CONFIDENCE = 0.05
+"""Largest confidence in the language asked for that such a window may have."""
+MAX_CERTAIN_SHARE = 0.005
+"""Share of a part's windows that may be certainly foreign: one from 200 windows on."""
 WINDOW_LETTERS = 80
 """Longer sentences are cut into pieces of this size."""
 MAX_WINDOWS = 4000
@@ -76,40 +93,6 @@ _ROMAJI = re.compile(
 _LATIN_WORD = re.compile("[a-z]{2,}")
 
 
-class LanguageRules(msgspec.Struct, frozen=True):
-    """When a guess of the classifier counts.
-
-    Measured on 6 alphabetic languages, over a thousand spans of mathematical prose for each
-    length: spans of 28 letters are taken for another language with confidences up to 0.69, of 32
-    letters up to 0.41, of 36 letters and more never; below 0.6 are 1 % of the right guesses at
-    32 letters and none at 60. Of 1,500 messages of translated programs in each of 9 languages, with
-    40 letters or more, one or none is certainly another language, and 90 to 100 % are certainly
-    not English.
-    """
-
-    min_confidence: float = 0.6
-    """Confidence from which a guess can speak against a response. Half of it is enough for a
-    guess that agrees."""
-    min_letters: int = 32
-    """Letters below which a part has no language; a Chinese character counts as four."""
-    max_foreign_share: float = 0.2
-    """Share of a part's windows that may be in another language or not recognised."""
-    certain_letters: int = 40
-    """Letters from which one window is enough to speak against a part."""
-    max_own_confidence: float = 0.05
-    """Largest confidence in the language asked for that such a window may have."""
-    max_certain_share: float = 0.005
-    """Share of a part's windows that may be certainly foreign: one from 200 windows on."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.min_confidence <= 1:
-            raise ValueError(f"min_confidence is {self.min_confidence}, expected in (0, 1]")
-        if self.min_letters < 1:
-            raise ValueError(f"min_letters is {self.min_letters}, expected at least 1")
-        if not 0 <= self.max_foreign_share < 1:
-            raise ValueError(f"max_foreign_share is {self.max_foreign_share}, expected in [0, 1)")
-
-
 class Language(NamedTuple):
     """Guess at the language of a text."""
 
@@ -129,7 +112,12 @@ class LanguageVerdict(NamedTuple):
 
 
 def check_language(
-    *, problem: str, thoughts: str, answer: str, target: str = "", rules: LanguageRules
+    *,
+    problem: str,
+    thoughts: str,
+    answer: str,
+    target: str = "",
+    min_confidence: float = MIN_CONFIDENCE,
 ) -> LanguageVerdict:
     """Whether thoughts and answer are in the target language, else in that of the problem.
 
@@ -143,13 +131,13 @@ def check_language(
 
     Raises GradingError for a target that the classifier does not know.
     """
-    wanted = canonical_code(target) if target else detect(problem, rules).code
+    wanted = canonical_code(target) if target else detect(problem, min_confidence).code
     if not wanted:
         return LanguageVerdict(False, "language_unknown")
     quotable = f" {strip_for_language(problem)} "
     views = {
-        "thoughts": _compare(read_prose(thoughts), wanted, rules, quotable),
-        "answer": _compare(read_prose(answer, is_answer=True), wanted, rules, quotable),
+        "thoughts": _compare(read_prose(thoughts), wanted, min_confidence, quotable),
+        "answer": _compare(read_prose(answer, is_answer=True), wanted, min_confidence, quotable),
     }
     for part, view in views.items():
         if view == "differs":
@@ -159,9 +147,9 @@ def check_language(
     return LanguageVerdict(False, "language_unknown")
 
 
-def detect(text: str, rules: LanguageRules) -> Language:
+def detect(text: str, min_confidence: float = MIN_CONFIDENCE) -> Language:
     """The language of most of the prose of a text; never raises."""
-    windows = _windows(read_prose(text).open, rules)
+    windows = _windows(read_prose(text).open)
     if not windows:
         return Language("", 0.0)
     votes: Counter[str] = Counter()
@@ -170,7 +158,7 @@ def detect(text: str, rules: LanguageRules) -> Language:
         votes[code] += confidence
     code, vote = votes.most_common(1)[0]
     confidence = vote / len(windows)
-    return Language(code if confidence >= rules.min_confidence else "", confidence)
+    return Language(code if confidence >= min_confidence else "", confidence)
 
 
 def canonical_code(code: str) -> str:
@@ -193,7 +181,7 @@ def prepare() -> None:
     _model()
 
 
-def _compare(prose: Prose, wanted: str, rules: LanguageRules, quotable: str) -> str:
+def _compare(prose: Prose, wanted: str, min_confidence: float, quotable: str) -> str:
     """Whether prose is in a language: "agrees", "differs", "unknown", or "short".
 
     It differs when a window is certainly in another language, or more windows than allowed are
@@ -201,18 +189,18 @@ def _compare(prose: Prose, wanted: str, rules: LanguageRules, quotable: str) -> 
     Wrapped prose speaks against a text, never for it.
     """
     unquoted = [line for line in prose.open if not _is_quoted(line, quotable)]
-    windows = _windows(unquoted, rules) or _windows(prose.open, rules)
-    wrapped = _windows([line for line in prose.wrapped if not _is_quoted(line, quotable)], rules)
+    windows = _windows(unquoted) or _windows(prose.open)
+    wrapped = _windows([line for line in prose.wrapped if not _is_quoted(line, quotable)])
     count = len(windows) + len(wrapped)
-    own = Counter(_view(window, wanted, rules) for window in windows)
-    views = own + Counter(_view(window, wanted, rules) for window in wrapped)
-    if views["certain"] > rules.max_certain_share * count:
+    own = Counter(_view(window, wanted, min_confidence) for window in windows)
+    views = own + Counter(_view(window, wanted, min_confidence) for window in wrapped)
+    if views["certain"] > MAX_CERTAIN_SHARE * count:
         return "differs"
-    if views["certain"] + views["foreign"] > rules.max_foreign_share * count:
+    if views["certain"] + views["foreign"] > MAX_FOREIGN_SHARE * count:
         return "differs"
     if not windows:
         return "short"
-    is_recognised = len(windows) - own["own"] <= rules.max_foreign_share * len(windows)
+    is_recognised = len(windows) - own["own"] <= MAX_FOREIGN_SHARE * len(windows)
     return "agrees" if is_recognised else "unknown"
 
 
@@ -220,24 +208,24 @@ def _is_quoted(sentence: str, quotable: str) -> bool:
     return count_letters(sentence) >= MIN_QUOTED_LETTERS and f" {sentence} " in quotable
 
 
-def _view(window: str, wanted: str, rules: LanguageRules) -> str:
+def _view(window: str, wanted: str, min_confidence: float) -> str:
     """Whether a window is in a language: "own", "certain" or "foreign" (another one), or ""."""
     if count_dense(window) >= MIN_DENSE and wanted not in ("zh", "ja", "ko"):
         return "certain"
     guesses = _guesses(window)
     code, confidence = _most_likely(guesses)
-    if guesses[wanted] < rules.min_confidence and _is_romanised(window):
+    if guesses[wanted] < min_confidence and _is_romanised(window):
         return "certain"
     if code == wanted:
-        return "own" if confidence >= rules.min_confidence / 2 else ""
-    if confidence < rules.min_confidence:
+        return "own" if confidence >= min_confidence / 2 else ""
+    if confidence < min_confidence:
         return ""
-    is_long = count_letters(window) >= rules.certain_letters
-    return "certain" if is_long and guesses[wanted] < rules.max_own_confidence else "foreign"
+    is_long = count_letters(window) >= CERTAIN_LETTERS
+    return "certain" if is_long and guesses[wanted] < MAX_OWN_CONFIDENCE else "foreign"
 
 
-def _windows(prose: list[str], rules: LanguageRules) -> list[str]:
-    """Pieces of WINDOW_LETTERS letters or fewer, of at least min_letters each; none for less.
+def _windows(prose: list[str]) -> list[str]:
+    """Pieces of WINDOW_LETTERS letters or fewer, of at least MIN_LETTERS each; none for less.
 
     A long enough sentence is a window; short sentences share windows, so that
     none hides another. At most MAX_WINDOWS are taken, evenly spread.
@@ -247,12 +235,12 @@ def _windows(prose: list[str], rules: LanguageRules) -> list[str]:
     letters = 0
     for piece in (piece for sentence in prose for piece in _cut(sentence)):
         size = count_letters(piece)
-        if size >= rules.min_letters:
+        if size >= MIN_LETTERS:
             windows.append(piece)
             continue
         short.append(piece)
         letters += size
-        if letters >= rules.min_letters:
+        if letters >= MIN_LETTERS:
             windows.append(" ".join(short))
             short, letters = [], 0
     count = len(windows)

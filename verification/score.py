@@ -8,7 +8,6 @@ from the libraries that the judges load.
 
 import math
 from collections.abc import Callable
-from functools import cache
 
 from megatron_rl.config.reward import ExtraReward, StepKind
 from megatron_rl.protocol.types import Score, ScoreRequest
@@ -46,7 +45,7 @@ def screen(request: ScoreRequest, rules: RewardRules) -> Score | Draft:
     if checked.refusal:
         return _refused(request, checked)
     steps = rules.reward.steps_of(request.task)
-    draft = Draft(request, checked, _basic_parts(request, rules), "", steps)
+    draft = Draft(request, checked, steps, Finding(_basic_parts(request, rules)))
     verdict = _quick_verdict(checked, request, rules)
     return draft if verdict is None else draft.add(_judged(verdict, rules))
 
@@ -148,14 +147,9 @@ def _judge_language(question: Question, rules: RewardRules) -> Finding:
         thoughts=checked.thoughts,
         answer=checked.final,
         target=request.language,
-        rules=_language_rules(rules.reward.language_confidence),
+        min_confidence=rules.reward.language_confidence,
     )
     return Finding({"language": rules.reward.language * found.is_consistent})
-
-
-@cache
-def _language_rules(confidence: float) -> language.LanguageRules:
-    return language.LanguageRules(min_confidence=confidence)
 
 
 def _judge_extras(question: Question, rules: RewardRules) -> Finding:

@@ -24,14 +24,13 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.curation.rows import Row
 from megatron_rl.curation.tool import Outcome, Report, check_share, place_of
 from megatron_rl.protocol.line_errors import decode_texts
-from verification.language import LanguageRules, canonical_code, detect
+from verification.language import canonical_code, detect
 
 NAMES = {"fr": "French", "es": "Spanish", "it": "Italian", "de": "German", "zh": "Chinese",
          "ru": "Russian"}  # fmt: skip
 GROWTH, GROWTH_CHARS = 3, 200
 """A translation has at most GROWTH times the characters of the source, plus GROWTH_CHARS."""
 OPEN, CLOSE = "⟦", "⟧"
-_RULES = LanguageRules()
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _LONG_WORD = re.compile(r"[^\W\d_]{4,}")
 _EXPECTED = '{"id": "...", "language": "fr", "text": "... with the placeholders of --requests ..."}'
@@ -171,7 +170,7 @@ def check_translation(item: Chosen, text: str) -> tuple[str, str]:
     restored, refusal = restore(item.row.prompt.question, item.protected, text)
     if refusal:
         return "", refusal
-    code = detect(restored, _RULES).code
+    code = detect(restored).code
     if not code:
         return "", "language_unknown"
     return (restored, "") if code == canonical_code(item.language) else ("", "other_language")
@@ -191,7 +190,7 @@ def _ineligible(row: Row, options: TranslateOptions) -> str:
     # An answer "Tuesday" would be wrong in another language.
     if _LONG_WORD.search(_COMMAND.sub(" ", prompt.answer)):
         return "answer_in_words"
-    return "" if detect(prompt.question, _RULES).code == "en" else "not_english"
+    return "" if detect(prompt.question).code == "en" else "not_english"
 
 
 def read_translations(path: Path) -> dict[tuple[str, str], str]:

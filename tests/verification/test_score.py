@@ -120,7 +120,7 @@ def test_unverified_answer_keeps_the_format_reward() -> None:
     request = make_request(boxed("7"), completion_tokens=80)
     judged = screen(request, rules)
     # The right answer is known, but the language could not be told within its limits.
-    assert isinstance(judged, Draft) and judged.parts["correct"] == 0.9
+    assert isinstance(judged, Draft) and judged.found.parts["correct"] == 0.9
     found = unverified(judged, rules, "grading_timeout")
     assert found.parts == {"format": 0.1, "correct": 0.0, "length": -0.05}
     assert (found.reward, found.reason) == (0.05, "grading_timeout")

@@ -101,7 +101,7 @@ def test_a_question_carries_text_only_where_it_is_read() -> None:
     assert isinstance(draft, Draft)
     by_kind = {}
     for number in range(3):
-        left = Draft(draft.request, draft.checked, {}, "", draft.steps[number:])
+        left = Draft(draft.request, draft.checked, draft.steps[number:])
         by_kind[left.question.kind] = left.question
     judged, language, extras = (by_kind[kind] for kind in ("judge", "language", "extras"))
     assert (judged.request.text, judged.checked.thoughts) == ("", "")

@@ -33,8 +33,8 @@ import psutil
 from megatron_rl.config.reward import VerifierConfig, WorkerPoolConfig
 from megatron_rl.protocol.types import NOT_GRADED, Score, ScoreDone, ScoreFailed, ScoreRequest
 from tools.bench.measuring import over, parser, percentile, report, say, timed
-from verification.code.languages import LANGUAGES, compile_command
-from verification.code.setup import CodeLimits, header_folder, prepare
+from verification.code.languages import LANGUAGES, compile_command, header_folder
+from verification.code.setup import CodeLimits, prepare
 from verification.draft import Draft
 from verification.format import think_box, think_code
 from verification.library import Grading, Sample

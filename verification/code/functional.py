@@ -6,7 +6,9 @@ results stay out of the solution's process.
 
 import json
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
+
+import msgspec
 
 from verification.code.output_comparison import CHECKER
 
@@ -72,12 +74,14 @@ from typing import *
 """Imports that online judges make before a solution."""
 
 
-class _Case(Protocol):
+class Case(msgspec.Struct, frozen=True):
+    """An input and its expected output."""
+
     stdin: str
     stdout: str
 
 
-def as_unit_tests(cases: Sequence[_Case], tolerance: float | None, *, may_be_wrapped: bool) -> str:
+def as_unit_tests(cases: Sequence[Case], tolerance: float | None, *, may_be_wrapped: bool) -> str:
     """Source of unit tests with `check(candidate)`. Raises ValueError for invalid JSON.
 
     may_be_wrapped: an expected list of one value also stands for that value.
@@ -88,7 +92,7 @@ def as_unit_tests(cases: Sequence[_Case], tolerance: float | None, *, may_be_wra
     )
 
 
-def _arguments(case: _Case) -> list[str]:
+def _arguments(case: Case) -> list[str]:
     """The JSON of each argument."""
     return [_checked(line) for line in case.stdin.split("\n") if line.strip()]
 

@@ -9,26 +9,27 @@ from typing import NamedTuple
 
 import msgspec
 
-from verification.code.checking import (
-    Report,
-    make_jobs,
-    of_case,
-    of_compiler,
-    of_unit_tests,
-    read_report,
-)
-from verification.code.languages import LANGUAGES, compile_command, find_language
+from verification.code.functional import PRELUDE, as_unit_tests
+from verification.code.languages import LANGUAGES, compile_command, find_language, header_folder
 from verification.code.output_comparison import CHECKER, OUTPUT_COMPARISONS
-from verification.code.problem import Case, CodeTests, draw_cases, is_called, parse_tests
+from verification.code.problem import (
+    Case,
+    CodeTests,
+    draw_cases,
+    is_called,
+    parse_tests,
+    plan_of,
+    source_of,
+)
 from verification.code.setup import (
     CodeLimits,
-    header_folder,
     limits_of_compiler,
     limits_of_test,
     open_sandbox,
     prepare,
     with_own_limits,
 )
+from verification.code.unit_tests import UnusableTests, make_plan
 from verification.run_time import available_bytes
 from verification.sandbox.call_proxy import EXIT_NO_ENTRY_POINT
 from verification.sandbox.sandbox import Ending, ProgramResult, Sandbox
@@ -41,10 +42,39 @@ __all__ = [
     "run_program",
 ]  # fmt: skip
 
+SHOWN_CHARS = 200
+"""Characters shown of each text; the middle of a longer text is left out."""
 MEMORY_SHARE = 0.8
 """A failed program that held this share of its memory limit ran out of memory."""
 WRONG_OUTPUT = Verdict(False, "wrong_output")
 _MEMORY_WORDS = ("std::bad_alloc", "MemoryError", "std::bad_array_new_length")
+
+
+class Report(msgspec.Struct, frozen=True):
+    """The tests' process's report of tests and calls."""
+
+    is_asked: bool = False
+    """The tests asked the solution something, so the solution may have caused later failures."""
+    is_complete: bool = False
+    """The tests' process reported the other fields."""
+    tests_run: int = 0
+    """Completed tests."""
+    calls: int = 0
+    """Answered calls of the solution."""
+    is_gone: bool = False
+    """The solution's process ended or broke the protocol."""
+    has_failed_inside: bool = False
+    """An assertion failed in a function that the tests passed to the solution."""
+    ended_by: str = ""
+    """"assertion", "gone", "error"; empty when all tests ran."""
+    message: str = ""
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether all tests ran to their end and called the solution."""
+        is_whole = self.is_complete and not self.ended_by
+        is_whole &= not self.is_gone and not self.has_failed_inside
+        return is_whole and self.tests_run > 0 and self.calls > 0
 
 
 def grade(
@@ -118,9 +148,7 @@ def run_program(source: str, tag: str, *, stdin: str, limits: CodeLimits) -> Ran
         compiled = compile_program(sandbox, name, code, limits)
         if not compiled.is_correct:
             return Ran(compiled.reason, "", compiled.detail)
-        result = _run_program(sandbox, name, code, case=Case(stdin, ""), limits=limits)
-    is_python = not LANGUAGES[name].program
-    failure = failure_of(result, result.endings[0], limits_of_test(limits), is_python=is_python)
+        result, failure = run_on_input(sandbox, name, code, stdin=stdin, limits=limits)
     reason = failure.reason if failure else ""
     return Ran(reason, result.output.decode(errors="replace"), result.errors)
 
@@ -165,47 +193,34 @@ def compile_program(sandbox: Sandbox, name: str, code: bytes, limits: CodeLimits
         return CORRECT
     if result.is_late or ending.cpu_s >= allowed.cpu_s:
         return Verdict(False, "compile_timeout")
-    return Verdict(False, "compile_error", detail=of_compiler(result))
+    return Verdict(False, "compile_error", detail=_of_compiler(result))
 
 
 def _run_case(
     sandbox: Sandbox, name: str, code: bytes, *, case: Case, tests: CodeTests, limits: CodeLimits
 ) -> Verdict:
     """Verdict on one case; the expected output never leaves this process."""
-    result = _run_program(sandbox, name, code, case=case, limits=limits)
-    verdict = _judge(result, sandbox, name, case=case, tests=tests, limits=limits)
-    return verdict if verdict.is_correct else verdict._replace(detail=of_case(case, result))
+    result, verdict = run_on_input(sandbox, name, code, stdin=case.stdin, limits=limits)
+    if verdict is None and tests.comparison == CHECKER:
+        verdict = _run_checker(sandbox, tests.checker, case, output=result.output, limits=limits)
+    elif verdict is None:
+        is_same = OUTPUT_COMPARISONS[tests.comparison]
+        expected = case.stdout.encode("utf-8", "surrogatepass")
+        is_right = is_same(result.output, expected, tests.tolerance)
+        verdict = CORRECT if is_right else WRONG_OUTPUT
+    return verdict if verdict.is_correct else verdict._replace(detail=_of_case(case, result))
 
 
-def _run_program(
-    sandbox: Sandbox, name: str, code: bytes, *, case: Case, limits: CodeLimits
-) -> ProgramResult:
+def run_on_input(
+    sandbox: Sandbox, name: str, code: bytes, *, stdin: str, limits: CodeLimits
+) -> tuple[ProgramResult, Verdict | None]:
+    """Result of a compiled program; the verdict if it failed whatever its output."""
     program = LANGUAGES[name].program
-    command = [f"{sandbox.build_folder}/{program}"] if program else None
-    stdin = case.stdin.encode("utf-8", "surrogatepass")
-    source = b"" if command else code
-    return sandbox.run(command, source, stdin=stdin, limits=limits_of_test(limits))
-
-
-def _judge(
-    result: ProgramResult,
-    sandbox: Sandbox,
-    name: str,
-    *,
-    case: Case,
-    tests: CodeTests,
-    limits: CodeLimits,
-) -> Verdict:
     allowed = limits_of_test(limits)
-    is_python = not LANGUAGES[name].program
-    verdict = failure_of(result, result.endings[0], allowed, is_python=is_python)
-    if verdict is not None:
-        return verdict
-    if tests.comparison == CHECKER:
-        return _run_checker(sandbox, tests.checker, case, output=result.output, limits=limits)
-    is_same = OUTPUT_COMPARISONS[tests.comparison]
-    expected = case.stdout.encode("utf-8", "surrogatepass")
-    return CORRECT if is_same(result.output, expected, tests.tolerance) else WRONG_OUTPUT
+    command = [f"{sandbox.build_folder}/{program}"] if program else None
+    given = stdin.encode("utf-8", "surrogatepass")
+    result = sandbox.run(command, b"" if command else code, stdin=given, limits=allowed)
+    return result, failure_of(result, result.endings[0], allowed, is_python=not program)
 
 
 def failure_of(
@@ -251,6 +266,9 @@ def _run_checker(
     return CORRECT if ending.exit_code == 0 else WRONG_OUTPUT
 
 
+# --- unit tests -----------------------------------------------------------------------------------
+
+
 def run_unit_tests(sandbox: Sandbox, jobs: tuple[bytes, bytes], limits: CodeLimits) -> Verdict:
     """Verdict of unit tests, which run in another process than the solution: see `call_proxy.py`.
 
@@ -258,9 +276,11 @@ def run_unit_tests(sandbox: Sandbox, jobs: tuple[bytes, bytes], limits: CodeLimi
     """
     allowed = limits_of_test(limits)
     result = sandbox.check(*jobs, limits=allowed)
-    report = read_report(result.output)
+    report = _read_report(result.output)
     verdict = _judge_report(report, result, allowed)
-    return verdict if verdict.is_correct else verdict._replace(detail=of_unit_tests(report, result))
+    if verdict.is_correct:
+        return verdict
+    return verdict._replace(detail=_of_unit_tests(report, result))
 
 
 def _judge_report(report: Report, result: ProgramResult, allowed: Limits) -> Verdict:
@@ -291,3 +311,72 @@ def _judge_report(report: Report, result: ProgramResult, allowed: Limits) -> Ver
             "the unit tests of a code prompt are broken: they call nothing in the solution"
         )
     return Verdict(False, "runtime_error")
+
+
+def _read_report(lines: bytes) -> Report:
+    """The last report."""
+    whole = [line for line in lines.split(b"\n") if line]
+    return msgspec.json.decode(whole[-1], type=Report) if whole else Report()
+
+
+def make_jobs(source: str, tests: CodeTests, cases: list[Case]) -> tuple[bytes, bytes]:
+    """Jobs of the solution's process and the tests' process. Raises GradingError."""
+    try:
+        if tests.unit_tests:
+            unit_tests, plan, imports = source_of(tests), plan_of(tests), ""
+        else:
+            tolerance = tests.tolerance if tests.comparison == "float" else None
+            unit_tests = as_unit_tests(cases, tolerance, may_be_wrapped=tests.may_be_wrapped)
+            imports = PRELUDE
+            plan = make_plan(unit_tests, tests.entry_point)
+    except (UnusableTests, ValueError) as error:
+        raise GradingError(f"the unit tests of a code prompt are broken: {error}") from error
+    if "Solution" in tests.entry_point:
+        imports = PRELUDE
+    common = {"entry_point": tests.entry_point}
+    solution = {"source": source, "prelude": imports + plan.prelude}
+    solution["captures_output"] = plan.captures_output
+    return (
+        # Not msgspec, which refuses the lone surrogates that a completion may hold.
+        json.dumps(common | solution).encode(),
+        json.dumps(common | msgspec.to_builtins(plan) | {"source": unit_tests}).encode(),
+    )
+
+
+# --- details for readers --------------------------------------------------------------------------
+# A program wrote most of a detail's text, so details are short and quoted like Python literals,
+# without line ends, control characters or marks that reverse text.
+
+
+def _of_case(case: Case, result: ProgramResult) -> str:
+    """Detail of a failed case: input, expected and printed output, last error line."""
+    output = result.output[: 8 * SHOWN_CHARS].decode(errors="replace")
+    shown = f"input {quoted(case.stdin)}, expected {quoted(case.stdout)}, printed {quoted(output)}"
+    return shown + _complaint(result.errors)
+
+
+def _of_unit_tests(report: Report, result: ProgramResult) -> str:
+    """Detail of failed unit tests: how they ended, last error line."""
+    said = f": {quoted(report.message)}" if report.message else ""
+    ended = report.ended_by or ("failed inside" if report.has_failed_inside else "not finished")
+    return f"unit tests after {report.tests_run}: {ended}{said}" + _complaint(result.errors)
+
+
+def _of_compiler(result: ProgramResult) -> str:
+    """Detail of a failed compilation: the compiler's first messages."""
+    text = result.output[: 8 * SHOWN_CHARS].decode(errors="replace") or result.errors
+    return f"compiler: {quoted(text)}"
+
+
+def _complaint(errors: str) -> str:
+    # The last line of a traceback names the exception.
+    last = errors.strip().rsplit("\n", 1)[-1]
+    return f", error {quoted(last)}" if last else ""
+
+
+def quoted(text: str) -> str:
+    """The text on one line, without the middle of a long text."""
+    if len(text) > SHOWN_CHARS:
+        half = SHOWN_CHARS // 2
+        return f"{text[:half]!r}...{text[-half:]!r}"
+    return repr(text)

@@ -5,6 +5,7 @@ of the folders that `isolation.py` shows to the sandbox.
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 import re
@@ -99,11 +100,13 @@ def find_compiler(language: Language) -> str:
     return path
 
 
-def make_header_folder(language: Language, cache_folder: Path) -> str:
-    """Folder with the language's precompiled header, made if missing; "" for no header.
+@functools.cache
+def header_folder(name: str, cache_folder: str) -> str:
+    """Folder with a language's precompiled header, made if missing; "" for no header.
 
     Several processes may call it at once. Raises GradingError when the compiler fails.
     """
+    language, cache = LANGUAGES[name], Path(cache_folder)
     if not language.header:
         return ""
     compiler = find_compiler(language)
@@ -111,9 +114,9 @@ def make_header_folder(language: Language, cache_folder: Path) -> str:
     # A precompiled header works with one build of the compiler only.
     version = _run([compiler, "-v"], "ask the version").stderr
     key = hashlib.sha256(repr((version, compiler, flags, language.header)).encode()).hexdigest()
-    folder = cache_folder / key[:16]
+    folder = cache / key[:16]
     if not folder.is_dir():
-        _make_private(cache_folder)
+        _make_private(cache)
         _compile_header(compiler, flags, language.header, folder=folder)
     return str(folder)
 

@@ -9,9 +9,9 @@ import sys
 
 import msgspec
 
-from verification.code.grading import compile_program, failure_of
-from verification.code.languages import LANGUAGES, find_language
-from verification.code.setup import CodeLimits, limits_of_test, open_sandbox
+from verification.code.grading import compile_program, run_on_input
+from verification.code.languages import find_language
+from verification.code.setup import CodeLimits, open_sandbox
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -39,18 +39,13 @@ def collect(job: Job) -> list[Printed]:
     if name is None:
         return [Printed(failure="unknown_language")] * len(job.inputs)
     code = job.source.encode("utf-8", "surrogatepass")
-    program = LANGUAGES[name].program
-    allowed = limits_of_test(job.limits)
     found = []
     with open_sandbox(name, job.limits, job.packages) as sandbox:
         verdict = compile_program(sandbox, name, code, job.limits)
         if not verdict.is_correct:
             return [Printed(failure=verdict.reason)] * len(job.inputs)
-        command = [f"{sandbox.build_folder}/{program}"] if program else None
         for text in job.inputs:
-            stdin = text.encode("utf-8", "surrogatepass")
-            result = sandbox.run(command, b"" if command else code, stdin=stdin, limits=allowed)
-            failure = failure_of(result, result.endings[0], allowed, is_python=not program)
+            result, failure = run_on_input(sandbox, name, code, stdin=text, limits=job.limits)
             found.append(Printed(failure=failure.reason) if failure else Printed(result.output))
     return found
 

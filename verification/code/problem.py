@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from verification.code.functional import find_case_problem
+from verification.code.functional import Case, find_case_problem
 from verification.code.languages import LANGUAGES, find_language
 from verification.code.output_comparison import CHECKER, OUTPUT_COMPARISONS
 from verification.code.unit_tests import Plan, UnusableTests, entry_parts, make_plan
@@ -26,13 +26,6 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "mpmath": ("mpmath",),
 }
 """Packages that a prompt may allow -> their modules."""
-
-
-class Case(msgspec.Struct, frozen=True):
-    """An input and its expected output."""
-
-    stdin: str
-    stdout: str
 
 
 class CodeTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

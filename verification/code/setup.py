@@ -10,12 +10,11 @@ import os
 import resource
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
 from megatron_rl.config.reward import WALL_FACTOR, longest_program_s
-from verification.code.languages import LANGUAGES, make_header_folder
+from verification.code.languages import LANGUAGES, header_folder
 from verification.code.problem import CodeTests, is_called, package_folders
 from verification.sandbox import isolation
 from verification.sandbox.cgroup import ControlGroup, make_control_group
@@ -138,38 +137,31 @@ def _check_own_limits(limits: CodeLimits) -> None:
             )
 
 
-@functools.cache
-def header_folder(name: str, cache_folder: str) -> str:
-    """Folder with a language's precompiled header; "" for none."""
-    return make_header_folder(LANGUAGES[name], Path(cache_folder))
-
-
 def limits_of_test(limits: CodeLimits) -> Limits:
     """Limits of one test."""
-    wall_s = limits.test_s * limits.wall_factor
     return Limits(
         memory_bytes=limits.test_memory_bytes,
-        cpu_s=limits.test_s,
-        wall_s=wall_s,
-        max_elapsed_s=wall_s * limits.host_patience,
         file_bytes=limits.output_bytes,
         processes=limits.processes,
         disk_bytes=limits.disk_bytes,
+        **_times(limits, limits.test_s),
     )
 
 
 def limits_of_compiler(limits: CodeLimits) -> Limits:
     """Limits of a compiler."""
-    wall_s = limits.compile_s * limits.wall_factor
     return Limits(
         memory_bytes=limits.compile_memory_bytes,
-        cpu_s=limits.compile_s,
-        wall_s=wall_s,
-        max_elapsed_s=wall_s * limits.host_patience,
         file_bytes=COMPILER_FILE_BYTES,
         processes=limits.processes,
         disk_bytes=BUILD_BYTES,
+        **_times(limits, limits.compile_s),
     )
+
+
+def _times(limits: CodeLimits, cpu_s: float) -> dict[str, float]:
+    wall_s = cpu_s * limits.wall_factor
+    return {"cpu_s": cpu_s, "wall_s": wall_s, "max_elapsed_s": wall_s * limits.host_patience}
 
 
 @functools.cache
@@ -214,15 +206,12 @@ def _try(spec: SandboxSpec) -> str:
     """Reason why a sandbox does not work here; empty if it works."""
     try:
         with Sandbox(spec) as sandbox:
-            result = sandbox.run(None, b"print(6 * 7)", stdin=b"", limits=_probe_limits())
+            limits = limits_of_test(CodeLimits())
+            result = sandbox.run(None, b"print(6 * 7)", stdin=b"", limits=limits)
     # OSError: root of a user namespace may not chown a folder.
     except (GradingError, OSError) as error:
         return str(error)
     return "" if result.output == b"42\n" else f"a test program failed: {result.errors}"
-
-
-def _probe_limits() -> Limits:
-    return limits_of_test(CodeLimits())
 
 
 def _announce(kind: str, refusals: list[str]) -> None:

@@ -5,6 +5,7 @@ solution or that need something missing in the sandbox, before a run starts.
 """
 
 import ast
+import builtins
 import functools
 import warnings
 from collections import Counter
@@ -14,10 +15,13 @@ from itertools import chain
 import msgspec
 
 from verification.code import used_names
-from verification.code.shared_classes import make_prelude
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
+_DATA_METHODS = frozenset(
+    "__init__ __post_init__ __repr__ __str__ __eq__ __hash__ __lt__ __iter__".split()
+)
+_IMPORTABLE = frozenset("dataclasses enum typing collections functools abc __future__".split())
 # These functions inspect a function without calling it.
 _INSPECTING = frozenset("callable hasattr isinstance print type id repr str bool".split())
 
@@ -62,7 +66,7 @@ def make_plan(
     defined = {node.name for node in tree.body if isinstance(node, _DEFINITIONS)}
     replaced = sorted(defined & ({root, name} if method else {root}))
     body = [node for node in tree.body if getattr(node, "name", "") not in replaced]
-    prelude = make_prelude(body)
+    prelude = _make_prelude(body)
     rest = ast.Module(body, [])
     _drop_numbers(rest)
     modules = used_names.solution_modules(rest, root=root, packages=packages)
@@ -342,3 +346,54 @@ def _reading_lines(tree: ast.Module, callees: set[str]) -> Iterator[int]:
             outside = (n for n in ast.walk(outer) if isinstance(n, ast.Name) and n not in inside)
             if any(node.id in passed for node in outside):
                 yield from range(call.lineno, (call.end_lineno or call.lineno) + 1)
+
+
+def _make_prelude(body: list[ast.stmt]) -> str:
+    """Source of the data classes, which a solution must know, and their imports; empty for none.
+
+    A class with other methods may be the reference solution.
+    """
+    imports, names = _harmless_imports(body)
+    classes: list[ast.stmt] = []
+    for node in body:
+        if isinstance(node, ast.ClassDef) and _carries_data(node):
+            if _free_names(node) <= names | {node.name}:
+                names.add(node.name)
+                classes.append(node)
+    if not classes:
+        return ""
+    return "\n".join(ast.unparse(node) for node in [*imports, *classes]) + "\n"
+
+
+def _harmless_imports(body: list[ast.stmt]) -> tuple[list[ast.stmt], set[str]]:
+    """The tests' harmless imports, and the names known after them."""
+    found: list[ast.stmt] = []
+    names = set(dir(builtins))
+    for node in body:
+        if isinstance(node, ast.ImportFrom):
+            modules = {node.module or ""}
+        elif isinstance(node, ast.Import):
+            modules = {alias.name for alias in node.names}
+        else:
+            continue
+        if modules <= _IMPORTABLE and not any(alias.name == "*" for alias in node.names):
+            found.append(node)
+            names |= {alias.asname or alias.name for alias in node.names}
+    return found, names
+
+
+def _carries_data(node: ast.ClassDef) -> bool:
+    for part in node.body:
+        is_data = isinstance(part, ast.AnnAssign | ast.Assign | ast.Pass)
+        is_data |= isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
+        if not is_data and not (isinstance(part, ast.FunctionDef) and part.name in _DATA_METHODS):
+            return False
+    text = ast.unparse(node)
+    return "TestCase" not in text and not any(isinstance(n, ast.Assert) for n in ast.walk(node))
+
+
+def _free_names(node: ast.ClassDef) -> set[str]:
+    loaded = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    bound = {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+    stored = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return loaded - bound - {n.id for n in stored}

@@ -3,11 +3,7 @@
 `compare_quickly` is pure string and number code and runs in the verifier; `compute` decides the
 rest and calls SymPy, which may hang or eat memory on hostile text: it runs only in a grading
 process. Only audits call math-verify: it compares the part of a text that it can parse.
-
-The rules: answers are equal when they mean the same mathematics, whichever is the reference.
-Decimals are exact, so 0.5 is 1/2 but 0.333 is not 1/3 and 3.14 is not pi. Per cent is a factor, so
-50% is 0.5. Different units are wrong unless they convert (100 cm is 1 m); a missing unit, or a
-missing per cent sign, is accepted unless `accept_missing_unit` is off.
+docs/verification.md has the rules.
 """
 
 import itertools
@@ -15,12 +11,11 @@ import re
 
 from verification.math.choices import is_lettered
 from verification.math.constants import is_renamed
-from verification.math.domains import without_shared_domain
 from verification.math.forms import are_numerals_in_two_cases, is_in_named_base
 from verification.math.magnitude import is_explosive
 from verification.math.notation import with_bold_sets
 from verification.math.plain import compare_plain
-from verification.math.remarks import forms_of, without_remarks
+from verification.math.remarks import forms_of, without_remarks, without_shared_domain
 from verification.math.text import MAX_CHARS, normalise, refusal, without_marks
 from verification.math.typed import (
     as_functions,

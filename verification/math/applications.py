@@ -16,7 +16,7 @@ both meanings must give the same verdict, so that no answer profits from the amb
 import re
 from typing import NamedTuple
 
-from verification.math.split import split_at
+from verification.math.split import group_end, split_at
 from verification.math.trees import Tree, subtrees
 from verification.math.values import same_value
 
@@ -37,7 +37,6 @@ _LETTER = re.compile(
     r"(?P<power>\^(?:\{-1\}|\{\([^{}()]{1,9}\)\}|[0-9](?=\()))?(?=(?P<applied>[(\[]))?"
     r"|\\[A-Za-z]+|\\."
 )
-_CLOSING = {"(": ")", "[": "]"}
 _INDEX = re.compile(r"[nkmijtxyzs]|\\(?:theta|omega|tau)")
 _SIMPLE_SUM = re.compile(r"(?:[0-9]*(?:[A-Za-z]|\\[a-z]+ ?)|[0-9]+)")
 
@@ -131,16 +130,8 @@ def _uses(text: str) -> list[_Use]:
 
 def _inside(text: str, start: int) -> str | None:
     """Text in the brackets that open at `start`; None when they do not close."""
-    opening = text[start]
-    depth = 0
-    for place in range(start, len(text)):
-        if text[place] == opening:
-            depth += 1
-        elif text[place] == _CLOSING[opening]:
-            depth -= 1
-            if depth == 0:
-                return text[start + 1 : place]
-    return None
+    end = group_end(text, start)
+    return None if end is None else text[start + 1 : end - 1]
 
 
 def _stands_in(name: str, inside: str) -> bool:

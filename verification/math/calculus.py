@@ -27,6 +27,7 @@ _LAST_DIFFERENTIAL = re.compile(rf"(.*?) ?(?<![\\A-Za-z])d ?({_NAME})", re.DOTAL
 _FROM = re.compile(rf"({_NAME})=(.+)", re.DOTALL)
 _TOWARDS = re.compile(rf"({_NAME})\\to(?![A-Za-z]) ?(.+?)(\^\{{?[+-]\}}?)?", re.DOTALL)
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
+Marks = tuple[str, ...]
 _OPENING, _CLOSING = ("{", "(", "[", "\\{"), ("}", ")", "]", "\\}")
 # n2^{n-1} is a product; x2 alone may be a name.
 _POWER_BEHIND_NAME = re.compile(r"(?<![\\A-Za-z_^])([A-Za-z])(?=[0-9]+\^)")
@@ -136,11 +137,11 @@ def _scripts(text: str, start: int) -> tuple[str, str, int]:
     return scripts["_"], scripts["^"], start
 
 
-def _group_end(text: str, start: int) -> int:
-    """End of the token or braced group that starts here."""
+def _group_end(text: str, start: int, *, brackets: tuple[Marks, Marks] = (("{",), ("}",))) -> int:
+    """End of the token, or of the group in these brackets, that starts here."""
     depth = 0
     for token in _TOKEN.finditer(text, start):
-        depth += (token[0] == "{") - (token[0] == "}")
+        depth += (token[0] in brackets[0]) - (token[0] in brackets[1])
         if depth == 0 and token[0] != " ":
             return token.end()
     raise NotRead(text)
@@ -189,15 +190,6 @@ def _integrand(text: str, start: int) -> tuple[str, str, int]:
         elif text[position] in ")]}":
             raise NotRead(text)
         elif text[position] in "([":
-            end = _bracket_end(text, position)
+            end = _group_end(text, position, brackets=(_OPENING, _CLOSING))
         position = end
-    raise NotRead(text)
-
-
-def _bracket_end(text: str, start: int) -> int:
-    depth = 0
-    for token in _TOKEN.finditer(text, start):
-        depth += (token[0] in _OPENING) - (token[0] in _CLOSING)
-        if depth == 0:
-            return token.end()
     raise NotRead(text)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import NamedTuple
 
+from verification.math.number_words import SMALL
 from verification.math.operations import literal
 from verification.math.text import normalise
 from verification.math.trees import Tree, num
@@ -55,13 +56,8 @@ FUNCTIONS = frozenset(
     "binom lim int sum prod det min max ! arg".split()
 )
 BINDERS = frozenset({"sum", "prod", "int", "lim"})
-_NUMBER_WORDS = dict(
-    zip(
-        "zero one two three four five six seven eight nine ten eleven twelve half twice".split(),
-        "0 1 2 3 4 5 6 7 8 9 10 11 12 2 2".split(),
-        strict=True,
-    )
-)
+_NUMBER_WORDS = {word: str(value) for word, value in SMALL.items() if value <= 12}
+_NUMBER_WORDS |= {"half": "2", "twice": "2"}
 _MARKS = frozenset(
     "frac text cdot times left right circ deg degree degrees radians to displaystyle le ge ne in "
     "quad qquad equiv cup cap setminus lfloor rfloor lceil rceil langle rangle mathrm dots ldots "

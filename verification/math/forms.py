@@ -10,6 +10,7 @@ import re
 from fractions import Fraction
 
 from verification.math.copied import MAX_PROBLEM_CHARS, stands_in
+from verification.math.number_words import BASES
 from verification.math.numbers import ClockTime, parse_colon, parse_hour, parse_number
 from verification.math.text import normalise, without_marks
 from verification.math.units import ANGLE, split_unit
@@ -44,14 +45,7 @@ _NUMERAL = re.compile(
 )
 # Starts with a digit: a_{12} and A_{12} are two names.
 _LETTERED_NUMERAL = re.compile(r"[0-9][0-9A-F]{1,99}_\{1[1-6]\}")
-_BASE_WORDS = {"binary": 2, "octal": 8, "hexadecimal": 16, "decimal": 10} | {
-    word: value
-    for value, word in enumerate(
-        "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-        "sixteen".split(),
-        start=2,
-    )
-}
+_BASE_WORDS = {"binary": 2, "octal": 8, "hexadecimal": 16, "decimal": 10} | BASES
 _BASE = (
     r"(?:base[ -]?[$(]?(?P<base>[0-9]{1,2}|[a-z]{3,8})(?![0-9A-Za-z])"
     r"|(?P<name>binary|octal|hexadecimal|decimal))"

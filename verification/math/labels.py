@@ -194,7 +194,7 @@ def _is_single(text: str) -> bool:
     """Whether a text states one thing, not several after commas or words."""
     if len(split_at(text, ";", ", ", "),")) > 1:
         return False
-    return all(len(split_words(text, word, f"\\text{{{word}}}")) == 1 for word in ("or", "and"))
+    return all(len(split_words(text, word)) == 1 for word in ("or", "and"))
 
 
 def _is_label(left: str, value: str) -> bool:

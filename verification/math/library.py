@@ -40,7 +40,6 @@ def same_by_library(first: str, second: str) -> bool | None:
     return all(verify(gold, target, **options) for gold, target in (pair, pair[::-1]))
 
 
-@functools.lru_cache(maxsize=16)
 def same_by_bare_library(answer: str, reference: str) -> bool:
     """Whether math-verify alone, as most trainers use it, takes the boxed answer for the reference.
 

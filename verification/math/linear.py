@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from verification.math.expression import parse_expression
 from verification.math.numbers import parse_number
-from verification.math.split import enclosed, split_at
+from verification.math.split import enclosed, group_end, split_at
 
 MAX_ENTRIES = 36
 MAX_ENTRY_CHARS = 200
@@ -86,19 +86,15 @@ def determinant_cells(text: str) -> tuple[tuple[Fraction, ...], ...]:
 
 def with_determinant(text: str) -> str:
     """The value of a text that is one determinant of numbers; any other text as it is."""
+    # Imported here: the verifier's own process reads determinants, and computes none.
+    from flint import fmpq, fmpq_mat
+
     cells = determinant_cells(text)
-    return _spelled(_determinant(cells)) if cells else text
-
-
-def _determinant(rows: tuple[tuple[Fraction, ...], ...]) -> Fraction:
-    """The expansion by the first row."""
-    if len(rows) == 1:
-        return rows[0][0]
-    total = Fraction(0)
-    for place, cell in enumerate(rows[0]):
-        minor = tuple(row[:place] + row[place + 1 :] for row in rows[1:])
-        total += (-1) ** place * cell * _determinant(minor)
-    return total
+    if not cells:
+        return text
+    rows = [[fmpq(cell.numerator, cell.denominator) for cell in row] for row in cells]
+    value = fmpq_mat(rows).det()
+    return _spelled(Fraction(int(value.p), int(value.q)))
 
 
 def operands_of(text: str) -> list[str]:
@@ -203,14 +199,10 @@ def _scalar_end(text: str, place: int) -> int:
 
 
 def _group_end(text: str, place: int) -> int:
-    depth = 0
-    for match in _BRACKET.finditer(text, place):
-        depth += (match[0] in ("(", "[", "{", "\\langle")) - (
-            match[0] in (")", "]", "}", "\\rangle")
-        )
-        if depth == 0:
-            return match.end()
-    raise _NotLinear(text)
+    end = group_end(text, place)
+    if end is None:
+        raise _NotLinear(text)
+    return end
 
 
 def _atom(text: str, place: int, level: int) -> tuple[Linear, int, bool] | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from verification.math.numbers import parse_number, spell_repeating
-from verification.math.split import enclosed, split_at, split_words
+from verification.math.split import enclosed, split_at, split_list
 
 _COUNT = r"(?:[0-9]{1,3}|[a-zN]|\{[^{}\\]{1,12}\})"
 _BEFORE = rf"(?:\{{\}}[_^]({_COUNT})|\{{[_^]({_COUNT})\}}|(?<![0-9A-Za-z)}}\]_^])[_^]({_COUNT}))"
@@ -145,13 +145,7 @@ def read_congruence(text: str) -> Congruence | None:
     if match is None:
         return None
     modulus = int(match["braced"] or match["digit"] or match["bare"])
-    items = [
-        part.strip().removeprefix("\\equiv").strip()
-        for piece in split_at(match["residues"], ",", ";")
-        for half in split_words(piece, "or", "\\text{or}")
-        for part in split_words(half, "and", "\\text{and}")
-        if part.strip()
-    ]
+    items = [item.removeprefix("\\equiv").strip() for item in split_list(match["residues"])]
     if len(items) == 1 and items[0].startswith("\\pm"):
         items = [items[0][3:], f"-{items[0][3:].strip()}"]
     values = [parse_number(item.strip()) for item in items]

@@ -13,8 +13,8 @@ _ONES = (
     "fifteen sixteen seventeen eighteen nineteen"
 ).split()
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-_SMALL = {word: k for k, word in enumerate(_ONES)}
-_SMALL |= {word: 10 * k for k, word in enumerate(_TENS, start=2)}
+SMALL = {word: k for k, word in enumerate(_ONES)}
+SMALL |= {word: 10 * k for k, word in enumerate(_TENS, start=2)}
 _GROUPS = {
     "thousand": 10**3, "lakh": 10**5, "lac": 10**5, "million": 10**6, "mln": 10**6,
     "crore": 10**7, "billion": 10**9, "bn": 10**9, "trillion": 10**12, "quadrillion": 10**15,
@@ -27,13 +27,13 @@ _PARTS = {
     "sixteenth": 16, "twentieth": 20, "hundredth": 100, "thousandth": 1000, "millionth": 10**6,
     "billionth": 10**9, "basis point": 10**4, "permille": 1000, "per mille": 1000,
 }  # fmt: skip
-NUMBER_WORDS = frozenset({*_SMALL, *_MULTIPLES, *(f"{word}s" for word in _MULTIPLES), *_PARTS})
-_BASES = {word: value for word, value in _SMALL.items() if 2 <= value <= 16}
-_BASE_NAME = rf"(?P<base>{'|'.join(_BASES)}|[0-9]{{1,2}})"
+NUMBER_WORDS = frozenset({*SMALL, *_MULTIPLES, *(f"{word}s" for word in _MULTIPLES), *_PARTS})
+BASES = {word: value for word, value in SMALL.items() if 2 <= value <= 16}
+_BASE_NAME = rf"(?P<base>{'|'.join(BASES)}|[0-9]{{1,2}})"
 _DIGITS = r"(?<![0-9A-Za-z.,])(?P<open>\()?(?P<digits>[0-9][0-9A-F]{0,100})(?(open)\))"
 _SUBSCRIPT_BASE = re.compile(
     rf"{_DIGITS} ?_ ?(?:\{{ ?(?:\\text\{{ ?)?\(?(?:base[ -]?\}}?)?{_BASE_NAME}\)? ?\}}? ?\}}"
-    rf"|(?P<one>[0-9])|\\text\{{ ?(?:base[ -]?)?(?P<word>{'|'.join(_BASES)}) ?\}})"
+    rf"|(?P<one>[0-9])|\\text\{{ ?(?:base[ -]?)?(?P<word>{'|'.join(BASES)}) ?\}})"
 )
 _NAMED_BASE = re.compile(
     rf"{_DIGITS}[ ,]{{0,2}}\(?(?:\\text\{{ ?)?\(?(?:in )?base[ }}-]{{1,2}}"
@@ -108,7 +108,7 @@ def _add_fraction(words: list[str], value: Fraction, place: int) -> tuple[Fracti
         return value * part, place + 1
     following = words[place : place + 1]
     if following == ["point"]:
-        digits = [_SMALL.get(word, 10) for word in words[place + 1 :]]
+        digits = [SMALL.get(word, 10) for word in words[place + 1 :]]
         if digits and max(digits) < 10:
             return value + Fraction(int("".join(map(str, digits))), 10 ** len(digits)), len(words)
     if following == ["and"]:
@@ -127,8 +127,8 @@ def _read_whole(words: list[str], place: int) -> tuple[Fraction, int]:
     while place < len(words):
         word = words[place]
         following = words[place + 1 : place + 2]
-        if word in _SMALL and _fits(group, _SMALL[word], is_open=is_open):
-            group, is_open = group + _SMALL[word], True
+        if word in SMALL and _fits(group, SMALL[word], is_open=is_open):
+            group, is_open = group + SMALL[word], True
         elif word in ("a", "an") and not is_open and not total and following[:1] != []:
             if following[0] not in _MULTIPLES:
                 break
@@ -157,7 +157,7 @@ def _fits(group: int, value: int, *, is_open: bool) -> bool:
 
 def _is_small(words: list[str], place: int) -> bool:
     is_part = place + 1 < len(words) and _part_of([words[place + 1]], Fraction(2)) is not None
-    return place < len(words) and words[place] in _SMALL and not is_part
+    return place < len(words) and words[place] in SMALL and not is_part
 
 
 def _part_of(words: list[str], count: Fraction | int) -> Fraction | None:
@@ -185,7 +185,7 @@ def _scale(match: re.Match[str]) -> str:
 
 def _with_base(match: re.Match[str]) -> str:
     name = match["base"] or match.groupdict().get("one") or match.groupdict().get("word") or "0"
-    base = _BASES[name] if name in _BASES else int(name)
+    base = BASES[name] if name in BASES else int(name)
     return f"{match['digits']}_{{{base}}}" if base > 9 else f"{match['digits']}_{base}"
 
 

@@ -29,7 +29,7 @@ from verification.math.notation import (
 from verification.math.numbers import parse_number
 from verification.math.plain import EMPTY_SET, Number, Words, read_plain, words_of
 from verification.math.regions import Region, parse_region
-from verification.math.split import enclosed, split_at, split_words
+from verification.math.split import enclosed, split_at, split_list, split_words
 from verification.math.text import normalise
 from verification.math.trees import Tree, difference, num, symbols_of
 from verification.math.unit_table import Unit
@@ -277,9 +277,7 @@ def _read_collections(text: str) -> tuple[Reading, ...]:
     points = _read_points(text)
     if points is not None:
         return (points,)
-    has_or, has_and = (
-        len(split_words(text, word, f"\\text{{{word}}}")) > 1 for word in ("or", "and")
-    )
+    has_or, has_and = (len(split_words(text, word)) > 1 for word in ("or", "and"))
     return _read_list(items, is_choice=has_or, has_and=has_and)
 
 
@@ -287,9 +285,9 @@ def _read_points(text: str) -> Collection | None:
     """`x=1,y=2 or x=3,y=4` as pairs, in the order of the names."""
     groups = [
         _list_items(part)
-        for half in split_words(text, "or", "\\text{or}")
+        for half in split_words(text, "or")
         for piece in split_at(half, ";")
-        for part in (split_words(piece, "and", "\\text{and}") if "," in piece else [piece])
+        for part in (split_words(piece, "and") if "," in piece else [piece])
     ]
     if len(groups) < 2 or any(len(group) < 2 for group in groups):
         return None
@@ -305,13 +303,7 @@ def _list_items(text: str) -> list[str]:
     """Items of a list without brackets; `\\pm` makes two of one."""
     grouped = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
     text = text if _TIGHT_COMMA.search(grouped) else grouped
-    items = [
-        part.strip()
-        for piece in split_at(text, ",", ";")
-        for half in split_words(piece, "or", "\\text{or}")
-        for part in split_words(half, "and", "\\text{and}")
-    ]
-    items = [item for item in items if item]
+    items = split_list(text)
     if len(items) == 1 and _SIGN_CHOICE.search(text):
         return [_with_sign(text, "+"), _with_sign(text, "-")]
     return [choice for item in items for choice in _list_items(item)] if len(items) > 1 else items

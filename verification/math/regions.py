@@ -79,7 +79,7 @@ def parse_region(text: str) -> Region | None:
         name = match["name"].strip()
         return _named(region, name) if _VARIABLE.fullmatch(name) else None
     for word in ("or", "and"):
-        pieces = split_words(text, word, f"\\text{{{word}}}")
+        pieces = split_words(text, word)
         if len(pieces) > 1:
             return _joined_by_word(word, pieces)
     for kind, mark in (("or", "\\cup"), ("and", "\\cap"), ("minus", "\\setminus")):

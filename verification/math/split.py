@@ -4,6 +4,7 @@ Pure string code in time linear in the text.
 """
 
 import re
+from collections.abc import Iterator
 
 _BRACKETS = re.compile(r"\\[{}]|\\[lr]angle(?![a-z])|\\text\{[^{}]*\}|[()\[\]{}]")
 _OPENING = {"(", "[", "{", "\\{", "\\langle"}
@@ -16,7 +17,7 @@ def enclosed(text: str, opening: str = "(", closing: str = ")") -> str | None:
     inner = text[len(opening) : len(text) - len(closing)]
     if len(text) < len(opening) + len(closing):
         return None
-    return inner if all(depth >= 0 for _, depth in _depths(inner)) else None
+    return inner if all(depth >= 0 for _, depth in bracket_depths(inner)) else None
 
 
 def split_at(text: str, *marks: str) -> list[str]:
@@ -27,21 +28,30 @@ def split_at(text: str, *marks: str) -> list[str]:
     return _pieces(text, pattern)
 
 
-def split_words(text: str, word: str, mark: str) -> list[str]:
-    """Pieces between a word, bare or in `\\text{}`, or a mark, outside all brackets."""
-    if word not in text and mark not in text:
+def split_words(text: str, word: str) -> list[str]:
+    """Pieces between a word, bare or in `\\text{}`, outside all brackets."""
+    if word not in text:
         return [text]
-    pattern = re.compile(
-        rf"\\text\{{ ?,? ?{word} ?\}}|(?<![A-Za-z\\]){word}(?![A-Za-z])|{re.escape(mark)}(?![a-z])"
-    )
+    pattern = re.compile(rf"\\text\{{ ?,? ?{word} ?\}}|(?<![A-Za-z\\]){word}(?![A-Za-z])")
     return _pieces(text, pattern)
+
+
+def split_list(text: str) -> list[str]:
+    """Items between commas, semicolons, `or` and `and` outside all brackets; none is empty."""
+    items = [
+        part.strip()
+        for piece in split_at(text, ",", ";")
+        for half in split_words(piece, "or")
+        for part in split_words(half, "and")
+    ]
+    return [item for item in items if item]
 
 
 def _pieces(text: str, pattern: re.Pattern[str]) -> list[str]:
     spans = [(match.start(), match.end()) for match in pattern.finditer(text)]
     if not spans:
         return [text]
-    levels = _depths(text)
+    levels = list(bracket_depths(text))
     pieces = []
     start = place = depth = 0
     for begin, end in spans:
@@ -55,14 +65,21 @@ def _pieces(text: str, pattern: re.Pattern[str]) -> list[str]:
     return pieces
 
 
-def _depths(text: str) -> list[tuple[int, int]]:
+def bracket_depths(text: str) -> Iterator[tuple[int, int]]:
     """Bracket depth from each position on; half-open intervals count like other brackets."""
-    levels = []
     depth = 0
     for match in _BRACKETS.finditer(text):
         token = match.group()
-        if token.startswith("\\text"):
-            continue
-        depth += 1 if token in _OPENING else -1
-        levels.append((match.start(), depth))
-    return levels
+        if not token.startswith("\\text"):
+            depth += 1 if token in _OPENING else -1
+            yield match.start(), depth
+
+
+def group_end(text: str, start: int) -> int | None:
+    """End of the group in brackets that begins at `start`; None when it does not end."""
+    for place, depth in bracket_depths(text[start:]):
+        if depth == 0:
+            bracket = _BRACKETS.match(text, start + place)
+            assert bracket is not None
+            return bracket.end()
+    return None

@@ -8,6 +8,10 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import sympy
+from sympy.core.function import PoleError
+from sympy.polys.polyerrors import BasePolynomialError
+
 from verification.math.points import is_whole_name
 from verification.math.trees import MINUS_ONE, ONE, Tree, num, replaced, subtrees
 
@@ -29,7 +33,6 @@ class Unevaluated(ValueError):
 
 def integral(body: Tree, name: str, low: Tree, high: Tree) -> Tree:
     """The definite integral of a tree over the symbol `name`."""
-    import sympy
 
     def compute() -> Any:
         return sympy.Integral(_object(body), (_symbol(name), _object(low), _object(high))).doit()
@@ -39,14 +42,11 @@ def integral(body: Tree, name: str, low: Tree, high: Tree) -> Tree:
 
 def derivative(body: Tree, name: str, order: int) -> Tree:
     """The derivative of a tree by the symbol `name`."""
-    import sympy
-
     return _evaluated(lambda: sympy.diff(_object(body), _symbol(name), order))
 
 
 def limit(body: Tree, name: str, place: Tree, side: str) -> Tree:
     """The limit of a tree where the symbol `name` goes to a place, from `side` "+", "-" or both."""
-    import sympy
 
     def compute() -> Any:
         target = _object(place)
@@ -66,8 +66,6 @@ def repeated(kind: str, body: Tree, name: str, low: Tree, high: Tree) -> Tree:
         if 1 <= count <= MAX_TERMS and count * len([*subtrees(body)]) <= MAX_NODES:
             places = range(int(ends[0]), int(ends[1]) + 1)
             return (kind, *(replaced(body, {("sym", name): num(place)}) for place in places))
-    import sympy
-
     operation = sympy.Sum if kind == "sum" else sympy.Product
 
     def compute() -> Any:
@@ -87,9 +85,6 @@ def prepare() -> None:
 
 def _evaluated(compute: Callable[[], Any]) -> Tree:
     """The tree of SymPy's result. Raises Unevaluated."""
-    from sympy.core.function import PoleError
-    from sympy.polys.polyerrors import BasePolynomialError
-
     try:
         return _tree(compute())
     except (
@@ -104,8 +99,6 @@ def _evaluated(compute: Callable[[], Any]) -> Tree:
 
 
 def _symbol(name: str) -> Any:
-    import sympy
-
     return (
         sympy.Symbol(name, integer=True) if is_whole_name(name) else sympy.Symbol(name, real=True)
     )
@@ -113,8 +106,6 @@ def _symbol(name: str) -> Any:
 
 def _object(tree: Tree) -> Any:
     """SymPy's object for a tree."""
-    import sympy
-
     kind = tree[0]
     if kind == "num":
         return sympy.Rational(tree[1].numerator, tree[1].denominator)
@@ -140,8 +131,6 @@ def _object(tree: Tree) -> Any:
 
 def _tree(value: Any) -> Tree:
     """The tree of SymPy's object. Raises Unevaluated for what a tree cannot hold."""
-    import sympy
-
     if value.is_Rational:
         return ("num", Fraction(int(value.p), int(value.q)))
     if value.is_Symbol:
@@ -165,8 +154,6 @@ def _tree(value: Any) -> Tree:
 
 def _convergent(value: Any) -> Any:
     """The branch of a case distinction where an integral or sum has a value. Raises Unevaluated."""
-    import sympy
-
     branches = [
         branch for branch, _ in value.args if not branch.has(sympy.Integral, sympy.Sum, sympy.nan)
     ]

@@ -16,6 +16,7 @@ from verification.math.phrasing import (
     spell_sentences,
     without_styling,
 )
+from verification.math.split import bracket_depths
 
 MAX_CHARS = 1000
 MAX_DEPTH = 30
@@ -177,7 +178,8 @@ def refusal(text: str) -> str:
     """Why a text must not reach a parser, or "": too_many_digits, answer_too_deep."""
     if _LONG_NUMBER.search(text):
         return "too_many_digits"
-    return "answer_too_deep" if _depth(text) > MAX_DEPTH else ""
+    is_deep = any(depth > MAX_DEPTH for _, depth in bracket_depths(text))
+    return "answer_too_deep" if is_deep else ""
 
 
 def _spell_cross(match: re.Match[str]) -> str:
@@ -304,14 +306,3 @@ def _spell_text(match: re.Match[str]) -> str:
 def without_marks(text: str) -> str:
     """A normalised text without text marks and redundant spaces."""
     return _IDLE_READING.sub("", TEXT.sub(r"\1", text))
-
-
-def _depth(text: str) -> int:
-    deepest = depth = 0
-    for char in text:
-        if char in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif char in ")]}":
-            depth -= 1
-    return deepest

@@ -6,9 +6,14 @@ functions below it on a pair.
 
 import functools
 import re
+from collections.abc import Callable
 
 from verification.math.markup import unescaped, without_markup
 from verification.math.number_sets import spell_sets
+
+Spelling = tuple[list[str], re.Pattern[str], str | Callable[[re.Match[str]], str]]
+"""Marks, of which one must occur (a replacement with groups is compiled each time); pattern; its
+replacement."""
 
 # --- one text -------------------------------------------------------------------------------------
 
@@ -25,54 +30,19 @@ _KNOWN = re.compile(
 )
 _LETTER = re.compile(rf"(?<![\\A-Za-z])({_GREEK}|pi|Pi)(?![A-Za-z])")
 _PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
-_INFINITY = re.compile(
-    r"(?:(?<=[-+(\[,<=])|(?<=[-+(\[,<=] )|^)(?:infinity|infty|inf|oo)(?= ?[)\],]| ?$)"
-)
 _NAMES_TYPED = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}|[)\]] ?[Uu] ?[(\[]")
 _MEMBER_OF = re.compile(
     rf"^(\\?(?:{_GREEK})|[A-Za-z](?:_[0-9A-Za-z])?) in ?"
     r"(?:(?=[(\[]|\\\{|\\left|\\mathbb)|\{(?P<items>[^{}]{1,200})\}$)"
 )
-# Program names of functions, and LaTeX's without the backslash.
-_CAPITAL = re.compile(r"(?<![\\A-Za-z])(Sqrt|Abs|Ln|Log|Exp|Sin|Cos|Tan|Max|Min)(?=\()")
-_COMMAND_TYPED = re.compile(r"(?<![\\A-Za-z])([dt]?frac|sqrt)(?= ?\{|(?<=sqrt)\[)")
-_FUNCTION_TYPED = re.compile(
-    r"(?<![\\A-Za-z])(arcsin|arccos|arctan|(?:sin|cos|tan|cot)h?|csc|ln|lg|log)"
-    r"(?= ?[|0-9^√\\]| [A-Za-z](?![A-Za-z]) ?(?:[-+*/^)=|,]|$)|[xy](?![A-Za-z(]))"
-)
-_LOG_OF_PROGRAMS = re.compile(r"(?<![\\A-Za-z])log(2|10)(?= ?\()")
-_BINOMIAL = re.compile(
-    r"(?<![\\A-Za-z])(?:binom(?:ial)?|n?[cC]omb|nCr|choose) ?\(([^(),]{1,40}),([^(),]{1,40})\)"
-)
-_LOG = re.compile(
-    r"(?<![\\A-Za-z])([A-Za-z]?)log ?_ ?"
-    r"(?:([0-9]{1,9})(?= ?\(| [0-9A-Za-z\\])|(?=\{|[A-Za-z](?![A-Za-z])))"
-)
-_UNION = re.compile(r"(?<=[)\]]) ?(?:U|u|union) ?(?=[(\[])")
-_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt ?([0-9]{1,20})(?![0-9.])")
-_CUBE_ROOT = re.compile(r"(?<![\\A-Za-z])cbrt ?\(([^()]{1,100})\)")
-_ABSOLUTE = re.compile(r"(?<![\\A-Za-z])abs ?\(([^()]{1,100})\)")
-_SAID_CONSTANT = re.compile(
-    r"\+ ?(?:\\(?:text|mathrm|mbox) ?\{ ?)?(?:an? )?(?:arbitrary )?const(?:ant)?\.?(?: ?\})?$"
-)
 _ANGLE_BRACKETS = re.compile(r"<([^<>=]{1,200},[^<>=]{1,200})>")
 _MARKED_SET = re.compile(r"\\text\{(\\\{[^{}A-Za-z]{1,200}\\\})\}")
 _MAY_BE_SET = re.compile(r"[ZNRℤℕℝ…]|integer|tive real|dots|\.\(|\.\.\.")
-_EITHER_SIGN = re.compile(r"\+ ?/ ?-|(?:^|(?<=[=,{(])|(?<=[=,] ))\+-(?=[0-9A-Za-z\\])")
-_SIGNS = {
+_SIGNS = str.maketrans({
     "∠": "\\angle ", "∡": "\\angle ", "△": "\\triangle ",
     "∛": "\\sqrt[3]", "∜": "\\sqrt[4]", "≔": "=",
-}  # fmt: skip
-_SIGN = re.compile(f"[{''.join(_SIGNS)}]")
+})  # fmt: skip
 _LOW_DIGITS = re.compile(r"(?<=log)[₀-₉]{1,9}")
-_ANGLE = re.compile(
-    r"(?:\\text\{ ?(?P<marked>angle|triangle) ?\} ?|(?<![\\A-Za-z])(?P<bare>angle|triangle) )"
-    r"(?=[A-Z]{1,3}(?![A-Za-z]))"
-)
-_HAT = re.compile(r"\\widehat ?(?=\{ ?[A-Z]{3} ?\})")
-_DELTA = re.compile(r"\\Delta ?(?=[A-Z]{3}(?![A-Za-z]))")
-_MEASURE = re.compile(r"m ?(\\angle ?\{?[A-Z]{1,3}\}?)")
-_ANGLE_ENDS = re.compile(r"\\angle ?\{?([A-Z])([A-Z])([A-Z])(?![A-Za-z])\}?")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -80,104 +50,26 @@ def typed(text: str) -> str:
     """The text with escapes, Markdown and typed names as LaTeX."""
     text = without_markup(unescaped(text))
     if not text.isascii():
-        text = _SIGN.sub(lambda match: _SIGNS[match[0]], _LOW_DIGITS.sub(_spell_low_log, text))
-    if "angle" in text or "Delta" in text or "widehat" in text:
-        text = _with_triangles(text)
-    if ":=" in text or "\\colon" in text or "\\equiv" in text or "\\mapsto" in text:
-        text = _with_equals_sign(text)
-    if "+" in text:
-        text = _EITHER_SIGN.sub(r"\\pm ", text)
-        text = _SAID_CONSTANT.sub("+C", text) if "const" in text else text
-    if "smallmatrix" in text:
-        text = text.replace("{psmall", "{p").replace("{bsmall", "{b").replace("{small", "{")
+        text = _LOW_DIGITS.sub(_spell_low_log, text).translate(_SIGNS)
+    text = _respelled(text, _SPELLINGS)
     if text[:1] == "<" or text[:7] == "\\text{\\":
         text = _with_brackets(text)
     if _MAY_BE_SET.search(text):
         text = spell_sets(_with_cycle(text))
-    if not _NAMES_TYPED.search(text):
-        return text
-    return _spell_names(text)
+    return _spell_names(text) if _NAMES_TYPED.search(text) else text
 
 
-def _with_triangles(text: str) -> str:
-    """The text with one spelling of angles and triangles."""
-    if "\\Delta" in text:
-        text = _DELTA.sub(r"\\triangle ", text)
-    if "\\widehat" in text:
-        text = _HAT.sub(r"\\angle ", text)
-    text = text.replace("\\measuredangle", "\\angle").replace("\\bigtriangleup", "\\triangle")
-    if "angle" not in text:
-        return text
-    text = _ANGLE_ENDS.sub(_order_ends, _ANGLE.sub(_spell_angle, text))
-    measure = _MEASURE.fullmatch(text)
-    return measure[1] if measure else text
+def _respelled(text: str, spellings: list[Spelling]) -> str:
+    for marks, pattern, spelling in spellings:
+        if any(mark in text for mark in marks):
+            text = pattern.sub(spelling, text)
+    return text
 
 
 def _with_brackets(text: str) -> str:
     """`<1,2>` with LaTeX's brackets; a set without the mark of a text."""
     text = _ANGLE_BRACKETS.sub(r"\\langle \1\\rangle ", text)
     return _MARKED_SET.sub(r"\1", text)
-
-
-_IS = re.compile(
-    r"(?P<name>[A-Za-z](?:_[0-9])?) ?(?:\\text ?\{ ?)?"
-    r"(?:(?<![A-Za-z])is(?: equal to)?|equals) ?\}? ?"
-    r"(?P<value>(?:[-0-9.($]|\\(?:[dt]?frac|sqrt|pi)(?![a-z])).{0,200})"
-)
-_COMPARED = re.compile(
-    r"(?P<name>[A-Za-z](?:_[0-9])?) ?(?:\\text ?\{ ?)?(?:is )?(?:strictly )?"
-    r"(?P<sign>greater|larger|less|smaller) than(?P<equal> or equal to)? ?\}? ?"
-    r"(?P<value>[-0-9.\\].{0,99})"
-)
-_DEFINED = re.compile(r":=|\\(?:coloneqq?|colonequals)(?![a-z]) ?")
-_IDENTICAL = re.compile(r"(?P<head>[A-Za-z]\([a-z]\)|f) ?\\equiv(?![a-z]) ?(?!.*mod)")
-_MAPPED = re.compile(
-    r"(?:(?P<head>[A-Za-z]) ?: ?)?(?P<name>[a-z]) ?\\mapsto(?![a-z]) ?(?P<value>.+)"
-)
-
-
-def _with_equals_sign(text: str) -> str:
-    """`x := 5`, `f: x \\mapsto 2x` and `f(x) \\equiv 2x` as equations."""
-    text = _DEFINED.sub("=", text)
-    if "\\equiv" in text:
-        return _IDENTICAL.sub(r"\g<head>=", text)
-    if "\\mapsto" in text:
-        mapped = _MAPPED.fullmatch(text)
-        text = f"{mapped['head'] or 'f'}({mapped['name']})={mapped['value']}" if mapped else text
-    return text
-
-
-def _with_sign_for_words(text: str) -> str:
-    """`x is 5` and `x is greater than 5` with signs."""
-    stated, compared = _IS.fullmatch(text), _COMPARED.fullmatch(text)
-    if compared:
-        sign = (">" if compared["sign"] in ("greater", "larger") else "<") + "=" * bool(
-            compared["equal"]
-        )
-        return f"{compared['name']}{sign}{compared['value']}"
-    return f"{stated['name']}={stated['value']}" if stated else text
-
-
-_SPARE = re.compile(r"dollar| to |!$| of | in |^(?:\\text ?\{ ?)?(?:neg|min|[Tt]h|point)|\( ?[a-z]")
-_SPARE_WORDS = (
-    (re.compile(r"\\?\$ ?([0-9.,]{1,40}) ?(?:\\text ?\{ ?)?dollars? ?\}?"), r"\\$\1"),
-    (re.compile(r"([0-9]{1,9}) to ([0-9]{1,9})"), r"\1:\2"),
-    (re.compile(r"([0-9]{1,9}) (?:out of|in) ([0-9]{1,9})"), r"\\frac{\1}{\2}"),
-    (re.compile(r"(?i:(yes|no|true|false))!+"), r"\1"),
-    (re.compile(r"\\text ?\{ ?(?:negative|minus) ([0-9.,/]{1,40}) ?\}"), r"-\1"),
-    (re.compile(r"(?:\\text ?\{ ?)?(?:negative|minus) ?\}? ?([0-9\\(].{0,200})"), r"-\1"),
-    (re.compile(r"[Tt]here (?:are|is) (?:exactly )?([0-9].{0,200})"), r"\1"),
-    (re.compile(r"(?:[Tt]he )?point (\(.{1,200}\))"), r"\1"),
-    (re.compile(r"([0-9.,]{1,40}) ?\\text ?\{ ?\( ?([a-z][a-z ]{0,30}) ?\) ?\}"), r"\1\\text{ \2}"),
-)
-
-
-def _without_spare_words(text: str) -> str:
-    """`$5 dollars` as `\\$5`, `3 to 4` as `3:4`, `Yes!` as `Yes`, `negative 3` as `-3`."""
-    for pattern, spelling in _SPARE_WORDS:
-        match = pattern.fullmatch(text)
-        text = match.expand(spelling) if match else text
-    return text
 
 
 _CYCLE = re.compile(
@@ -199,20 +91,13 @@ def with_letters(problem: str) -> str:
     return _LETTER.sub(lambda match: f"\\{match[0]} ", problem)
 
 
-def _spell_angle(match: re.Match[str]) -> str:
-    return f"\\{match['marked'] or match['bare']} "
-
-
 def _order_ends(match: re.Match[str]) -> str:
     ends = sorted((match[1], match[3]))
     return f"\\angle {ends[0]}{match[2]}{ends[1]}"
 
 
 def _spell_names(text: str) -> str:
-    if "is" in text or "equals" in text or "than" in text:
-        text = _with_sign_for_words(text)
-    if _SPARE.search(text):
-        text = _without_spare_words(text)
+    text = _respelled(text, _WORDINGS)
     outside = _MARKED.sub(" ", text)
     is_prose = any(not _KNOWN.fullmatch(word) for word in _WORD.findall(outside))
     kept: list[str] = []
@@ -226,18 +111,12 @@ def _spell_names(text: str) -> str:
         return text
     text = masked
     text = _MEMBER_OF.sub(_spell_member, text) if " in" in text else text
-    for marks, pattern, spelling in _TYPED if is_prose else _TYPED_FORMULAS + _TYPED:
-        if any(mark in text for mark in marks):
-            text = pattern.sub(spelling, text)
+    text = _respelled(text, _TYPED if is_prose else _TYPED_FORMULAS + _TYPED)
     letters = _PI if is_prose else _LETTER
     text = letters.sub(
         lambda match: f"\\{match[0].lower() if match[0] == 'Pi' else match[0]} ", text
     )
     return re.sub("\0([0-9]+)\0", lambda match: kept[int(match[1])], text)
-
-
-def _spell_function(match: re.Match[str]) -> str:
-    return f"\\{match[1]} "
 
 
 def _spell_log(match: re.Match[str]) -> str:
@@ -246,23 +125,85 @@ def _spell_log(match: re.Match[str]) -> str:
     return f"{match[1]}\\log_{base}"
 
 
-# A pattern is tried where one of its marks occurs: a replacement with groups is compiled each time.
-_TYPED = (
-    (("Sq", "Abs", "Ln", "Log", "Exp", "Sin", "Cos", "Tan", "Max", "Min"), _CAPITAL,
-     lambda match: match[0].lower()),
-    (("log",), _LOG, _spell_log),
-    (("inf", "oo"), _INFINITY, r"\\infty "),
-    (("U", "u"), _UNION, r"\\cup "),
-    (("sqrt",), _ROOT, r"\\sqrt{\1}"),
-    (("cbrt",), _CUBE_ROOT, r"\\sqrt[3]{\1}"),
-    (("abs",), _ABSOLUTE, r"|\1|"),
+def _spell_comparison(match: re.Match[str]) -> str:
+    sign = ">" if match["more"] else "<"
+    return f"{match['name']}{sign}{'=' if match['equal'] else ''}{match['value']}"
+
+
+def _spell_mapping(match: re.Match[str]) -> str:
+    """`f: x \\mapsto 2x` as an equation."""
+    return f"{match['head'] or 'f'}({match['name']})={match['value']}"
+
+
+def _compiled(*rows: tuple[str, str, str | Callable[[re.Match[str]], str]]) -> list[Spelling]:
+    """Spellings of rows: marks between blanks, pattern, replacement."""
+    return [(marks.split(), re.compile(pattern), spelling) for marks, pattern, spelling in rows]
+
+
+_ENDS = r"(?=[A-Z]{1,3}(?![A-Za-z]))"
+_BARE = r"(?<![\\A-Za-z])"
+_CAPITALS = "Sqrt Abs Ln Log Exp Sin Cos Tan Max Min"
+# Angles and triangles, equations, signs, matrices.
+_SPELLINGS = _compiled(
+    ("\\Delta", r"\\Delta ?(?=[A-Z]{3}(?![A-Za-z]))", r"\\triangle "),
+    ("\\widehat", r"\\widehat ?(?=\{ ?[A-Z]{3} ?\})", r"\\angle "),
+    ("\\measuredangle", r"\\measuredangle", r"\\angle"),
+    ("\\bigtriangleup", r"\\bigtriangleup", r"\\triangle"),
+    ("angle", rf"\\text\{{ ?(angle|triangle) ?\}} ?{_ENDS}", r"\\\1 "),
+    ("angle", rf"{_BARE}(angle|triangle) {_ENDS}", r"\\\1 "),
+    ("\\angle", r"\\angle ?\{?([A-Z])([A-Z])([A-Z])(?![A-Za-z])\}?", _order_ends),
+    ("\\angle", r"^m ?(\\angle ?\{?[A-Z]{1,3}\}?)\Z", r"\1"),
+    (":= \\colon", r":=|\\(?:coloneqq?|colonequals)(?![a-z]) ?", "="),
+    ("\\mapsto",
+     r"^(?!.*\\equiv)(?:(?P<head>[A-Za-z]) ?: ?)?(?P<name>[a-z]) ?"
+     r"\\mapsto(?![a-z]) ?(?P<value>.+)\Z",
+     _spell_mapping),
+    ("\\equiv", r"([A-Za-z]\([a-z]\)|f) ?\\equiv(?![a-z]) ?(?!.*mod)", r"\1="),
+    ("+", r"\+ ?/ ?-|(?:^|(?<=[=,{(])|(?<=[=,] ))\+-(?=[0-9A-Za-z\\])", r"\\pm "),
+    ("const", r"\+ ?(?:\\(?:text|mathrm|mbox) ?\{ ?)?(?:an? )?(?:arbitrary )?"
+     r"const(?:ant)?\.?(?: ?\})?$", "+C"),
+    ("smallmatrix", r"\{([pb]?)small", r"{\1"),
 )  # fmt: skip
-_TYPED_FORMULAS = (
-    (("log2", "log10"), _LOG_OF_PROGRAMS, r"\\log_{\1}"),
-    (("frac", "sqrt"), _COMMAND_TYPED, r"\\\1"),
-    (("sin", "cos", "tan", "cot", "csc", "ln", "lg", "log"), _FUNCTION_TYPED, _spell_function),
-    (("binom", "omb", "nCr", "choose"), _BINOMIAL, r"\\binom{\1}{\2}"),
-)
+_NAME = r"^(?P<name>[A-Za-z](?:_[0-9])?) ?(?:\\text ?\{ ?)?"
+# Whole texts: `x is 5`, `x is greater than 5`, `$5 dollars`, `3 to 4`, `Yes!`, `negative 3`.
+_WORDINGS = _compiled(
+    ("is equals", rf"{_NAME}(?:(?<![A-Za-z])is(?: equal to)?|equals) ?\}}? ?"
+     r"(?P<value>(?:[-0-9.($]|\\(?:[dt]?frac|sqrt|pi)(?![a-z])).{0,200})\Z", r"\g<name>=\g<value>"),
+    ("than", rf"{_NAME}(?:is )?(?:strictly )?(?:(?P<more>greater|larger)|less|smaller) than"
+     r"(?P<equal> or equal to)? ?\}? ?(?P<value>[-0-9.\\].{0,99})\Z", _spell_comparison),
+    ("dollar", r"^\\?\$ ?([0-9.,]{1,40}) ?(?:\\text ?\{ ?)?dollars? ?\}?\Z", r"\\$\1"),
+    (" to ", r"^([0-9]{1,9}) to ([0-9]{1,9})\Z", r"\1:\2"),
+    ("of in", r"^([0-9]{1,9}) (?:out of|in) ([0-9]{1,9})\Z", r"\\frac{\1}{\2}"),
+    ("!", r"^(?i:(yes|no|true|false))!+\Z", r"\1"),
+    ("neg min", r"^\\text ?\{ ?(?:negative|minus) ([0-9.,/]{1,40}) ?\}\Z", r"-\1"),
+    ("neg min", r"^(?:\\text ?\{ ?)?(?:negative|minus) ?\}? ?([0-9\\(].{0,200})\Z", r"-\1"),
+    ("here", r"^[Tt]here (?:are|is) (?:exactly )?([0-9].{0,200})\Z", r"\1"),
+    ("point", r"^(?:[Tt]he )?point (\(.{1,200}\))\Z", r"\1"),
+    ("\\text", r"^([0-9.,]{1,40}) ?\\text ?\{ ?\( ?([a-z][a-z ]{0,30}) ?\) ?\}\Z",
+     r"\1\\text{ \2}"),
+)  # fmt: skip
+# Program names of functions, and LaTeX's without the backslash.
+_TYPED = _compiled(
+    (_CAPITALS, rf"{_BARE}({_CAPITALS.replace(' ', '|')})(?=\()", lambda match: match[0].lower()),
+    ("log", rf"{_BARE}([A-Za-z]?)log ?_ ?"
+     r"(?:([0-9]{1,9})(?= ?\(| [0-9A-Za-z\\])|(?=\{|[A-Za-z](?![A-Za-z])))", _spell_log),
+    ("inf oo", r"(?:(?<=[-+(\[,<=])|(?<=[-+(\[,<=] )|^)(?:infinity|infty|inf|oo)(?= ?[)\],]| ?$)",
+     r"\\infty "),
+    ("U u", r"(?<=[)\]]) ?(?:U|u|union) ?(?=[(\[])", r"\\cup "),
+    ("sqrt", rf"{_BARE}sqrt ?([0-9]{{1,20}})(?![0-9.])", r"\\sqrt{\1}"),
+    ("cbrt", rf"{_BARE}cbrt ?\(([^()]{{1,100}})\)", r"\\sqrt[3]{\1}"),
+    ("abs", rf"{_BARE}abs ?\(([^()]{{1,100}})\)", r"|\1|"),
+)  # fmt: skip
+_TYPED_FORMULAS = _compiled(
+    ("log2 log10", rf"{_BARE}log(2|10)(?= ?\()", r"\\log_{\1}"),
+    ("frac sqrt", rf"{_BARE}([dt]?frac|sqrt)(?= ?\{{|(?<=sqrt)\[)", r"\\\1"),
+    ("sin cos tan cot csc ln lg log",
+     rf"{_BARE}(arcsin|arccos|arctan|(?:sin|cos|tan|cot)h?|csc|ln|lg|log)"
+     r"(?= ?[|0-9^√\\]| [A-Za-z](?![A-Za-z]) ?(?:[-+*/^)=|,]|$)|[xy](?![A-Za-z(]))", r"\\\1 "),
+    ("binom omb nCr choose",
+     rf"{_BARE}(?:binom(?:ial)?|n?[cC]omb|nCr|choose) ?\(([^(),]{{1,40}}),([^(),]{{1,40}})\)",
+     r"\\binom{\1}{\2}"),
+)  # fmt: skip
 
 
 def _spell_low_log(match: re.Match[str]) -> str:

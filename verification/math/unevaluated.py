@@ -1,15 +1,10 @@
 """Whether a right answer leaves the operation undone that the problem asks for.
 
 Pure string code in time linear in the texts; runs in the verifier and its grading processes, and
-on answers that are equal to the reference alone. `\\cos 60^\\circ` equals `\\frac{1}{2}`, as does
-any expression that a problem asks to evaluate, to factor or to simplify: copying it is no answer.
-
-An answer is unevaluated when it holds an operation that the reference does not (see `operations`)
-and, under "refuse_copied", is in the problem (see `copied`) as a whole or with its function.
-Under "refuse" it need not be there, but the operation must be one that can be carried out as it
-is written. A number in another form than the one asked for counts too (see `forms`). The reference
-itself is never refused; and where the problem shows the reference with its operations, it does not
-ask for them to be worked out.
+on answers that are equal to the reference alone. An answer is unevaluated when it holds an
+operation that the reference does not (see `operations`), and by the rule the problem contains it
+(see `copied`) or it can be carried out as written. So is a number in another form than the one
+asked for (see `forms`). docs/verification.md says why.
 """
 
 import re

@@ -25,7 +25,7 @@ class Unit(NamedTuple):
     factor: Fraction
 
 
-# base unit of a dimension -> (factor, spellings); spellings also match with a final s.
+# dimension -> (factor, spellings); spellings also match with a final s.
 _TABLE: dict[str, list[tuple[str, str]]] = {
     "m": [
         ("1", "m meter metre"), ("1/100", "cm centimeter centimetre"), ("1000", "km kilometer "
@@ -54,25 +54,16 @@ _TABLE: dict[str, list[tuple[str, str]]] = {
     "v": [("1", "v volt")],
     "a": [("1", "ampere amp")],
     "mol": [("1", "mol mole")],
-}  # fmt: skip
-_COMPOUND = {
-    "l": ("m^3", "1/1000"), "liter": ("m^3", "1/1000"), "litre": ("m^3", "1/1000"),
-    "ml": ("m^3", "1/1000000"), "milliliter": ("m^3", "1/1000000"),
-    "millilitre": ("m^3", "1/1000000"), "cc": ("m^3", "1/1000000"),
-    "mph": ("m^1*s^-1", "44704/100000"), "kph": ("m^1*s^-1", "1000/3600"),
-    "kmh": ("m^1*s^-1", "1000/3600"), "acre": ("m^2", "40468564224/10000000"),
-    "hectare": ("m^2", "10000"), "ha": ("m^2", "10000"),
-    "n": ("g^1*m^1*s^-2", "1000"), "newton": ("g^1*m^1*s^-2", "1000"),
-    "kn": ("g^1*m^1*s^-2", "1000000"), "kilonewton": ("g^1*m^1*s^-2", "1000000"),
-    "j": ("g^1*m^2*s^-2", "1000"), "joule": ("g^1*m^2*s^-2", "1000"),
-    "kj": ("g^1*m^2*s^-2", "1000000"), "kilojoule": ("g^1*m^2*s^-2", "1000000"),
-    "mj": ("g^1*m^2*s^-2", "1000000000"), "megajoule": ("g^1*m^2*s^-2", "1000000000"),
-    "w": ("g^1*m^2*s^-3", "1000"), "watt": ("g^1*m^2*s^-3", "1000"),
-    "kw": ("g^1*m^2*s^-3", "1000000"), "kilowatt": ("g^1*m^2*s^-3", "1000000"),
-    "pa": ("g^1*m^-1*s^-2", "1000"), "pascal": ("g^1*m^-1*s^-2", "1000"),
-    "kpa": ("g^1*m^-1*s^-2", "1000000"), "kilopascal": ("g^1*m^-1*s^-2", "1000000"),
-    "hz": ("s^-1", "1"), "hertz": ("s^-1", "1"), "khz": ("s^-1", "1000"),
-    "kilohertz": ("s^-1", "1000"), "mhz": ("s^-1", "1000000"), "megahertz": ("s^-1", "1000000"),
+    "m^2": [("40468564224/10000000", "acre"), ("10000", "hectare ha")],
+    "m^3": [("1/1000", "l liter litre"), ("1/1000000", "ml milliliter millilitre cc")],
+    "m*s^-1": [("44704/100000", "mph"), ("1000/3600", "kph kmh")],
+    "g*m*s^-2": [("1000", "n newton"), ("1000000", "kn kilonewton")],
+    "g*m^2*s^-2": [
+        ("1000", "j joule"), ("1000000", "kj kilojoule"), ("1000000000", "mj megajoule"),
+    ],
+    "g*m^2*s^-3": [("1000", "w watt"), ("1000000", "kw kilowatt")],
+    "g*m^-1*s^-2": [("1000", "pa pascal"), ("1000000", "kpa kilopascal")],
+    "s^-1": [("1", "hz hertz"), ("1000", "khz kilohertz"), ("1000000", "mhz megahertz")],
 }  # fmt: skip
 # A bare letter in the other case is a variable.
 _LETTERS = {letter: letter.lower() for letter in "mgshlLNJWV"}
@@ -117,13 +108,11 @@ _POWER_WORDS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed"
 def known_units() -> dict[str, tuple[dict[str, int], Fraction]]:
     """Spelling -> (powers of base units, factor)."""
     units = {}
-    for base, rows in _TABLE.items():
+    for dimension, rows in _TABLE.items():
+        parts = (part.partition("^") for part in dimension.split("*"))
+        powers = {base: int(power or 1) for base, _, power in parts}
         for factor, spellings in rows:
-            for spelling in spellings.split():
-                units[spelling] = ({base: 1}, Fraction(factor))
-    for spelling, (dimension, factor) in _COMPOUND.items():
-        powers = dict(part.split("^") for part in dimension.split("*"))
-        units[spelling] = ({base: int(power) for base, power in powers.items()}, Fraction(factor))
+            units |= dict.fromkeys(spellings.split(), (powers, Fraction(factor)))
     return units
 
 

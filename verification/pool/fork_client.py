@@ -106,9 +106,7 @@ class ForkClient:
             # The kernel kills its children with it.
             self._server.kill()
             self._server.wait(END_TIMEOUT_S)
-        for process in self._processes.values():
-            process.on_death(LOST)
-        self._processes.clear()
+        self._give_up_all()
 
     def _start(self) -> None:
         self._starts += 1
@@ -142,6 +140,9 @@ class ForkClient:
                 f"now with exit code {exit_code}: see this log for its last words"
             )
         log.error("the fork server of the grading processes died (exit code %d)", exit_code)
+        return self._give_up_all()
+
+    def _give_up_all(self) -> list[GradingProcess]:
         lost = list(self._processes.values())
         for process in lost:
             process.on_death(LOST)

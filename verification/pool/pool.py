@@ -7,7 +7,7 @@ processes. A draft passes through worker pools, one step in each, until it becom
 import collections
 import itertools
 import logging
-import select
+import selectors
 import time
 from typing import Self
 
@@ -44,32 +44,30 @@ class Pool(Closing):
         self.taken: collections.Counter[str] = collections.Counter()
         """Uncollected requests whose steps include a worker pool. The queue counts the same way, so
         that both agree when a pool is full."""
-        self._owners: dict[int, tuple[WorkerPool, GradingProcess]] = {}
-        """Attached processes by socket descriptor."""
-        self._watched: dict[int, int] = {}
-        """Registered epoll events by descriptor."""
         self._item_ids = itertools.count()
 
     def __enter__(self) -> Self:
-        self._epoll = select.epoll()
+        self._selector = selectors.EpollSelector()
         return self
 
     def close(self) -> None:
         """End all grading processes, and close the loop's descriptors."""
         # The server and all processes first, so that no process writes to a closed socket.
         self._fork_client.close()
-        for _, process in self._owners.values():
-            process.close()
-        self._epoll.close()
+        for pool in self.pools.values():
+            for process in pool.processes:
+                process.close()
+        self._selector.close()
 
     def fileno(self) -> int:
         """Descriptor that is readable when `collect` has work."""
-        return self._epoll.fileno()
+        return self._selector.fileno()
 
     @property
     def pids(self) -> list[int]:
         """Process ids of forked grading processes."""
-        return [process.pid for _, process in self._owners.values() if process.pid is not None]
+        processes = (process for pool in self.pools.values() for process in pool.processes)
+        return [process.pid for process in processes if process.pid is not None]
 
     @property
     def pending(self) -> int:
@@ -100,15 +98,15 @@ class Pool(Closing):
 
     def collect(self) -> list[Finished]:
         """Process all pending events without waiting; return finished requests."""
-        for descriptor, _ in self._epoll.poll(0):
-            if descriptor == self._fork_client.descriptor:
+        for key, _ in self._selector.select(0):
+            if key.data is None:
                 self._bury(self._fork_client.receive())
                 if self._fork_client.descriptor is None:
-                    # Closing a descriptor removes it from epoll; a new server has a new one.
-                    del self._watched[descriptor]
-            # An earlier event of this batch may have closed the descriptor.
-            elif descriptor in self._owners:
-                self._read(*self._owners[descriptor])
+                    # A new server has a new descriptor.
+                    self._selector.unregister(key.fd)
+            # An earlier event of this batch may have detached the process.
+            elif key.data[1].connection.fileno() != -1:
+                self._read(*key.data)
         # Route all items before any worker pool gives items to processes.
         for pool in self.pools.values():
             passed_on, pool.passed_on = pool.passed_on, []
@@ -151,10 +149,9 @@ class Pool(Closing):
 
     def _bury(self, died: list[GradingProcess]) -> None:
         for process in died:
-            owner = self._owners.get(process.connection.fileno())
-            if owner is None or owner[1] is not process:
+            pool = next((pool for pool in self.pools.values() if process in pool.processes), None)
+            if pool is None:
                 continue  # The process was given up before.
-            pool = owner[0]
             # The report of a death may overtake the last answers, which count.
             self._read(pool, process)
             # The last answer of a suspect detaches it.
@@ -164,29 +161,27 @@ class Pool(Closing):
 
     def _watch(self, pool: WorkerPool) -> None:
         for process in pool.processes:
-            descriptor = process.connection.fileno()
-            if descriptor not in self._owners:
-                self._owners[descriptor] = (pool, process)
-            if process.is_closed:
-                continue
-            events = select.EPOLLIN | (select.EPOLLOUT if process.has_unsent else 0)
-            self._set_events(descriptor, events)
+            if not process.is_closed:
+                write = selectors.EVENT_WRITE if process.has_unsent else 0
+                events = selectors.EVENT_READ | write
+                self._set_events(process.connection.fileno(), events, (pool, process))
         if self._fork_client.descriptor is not None:
-            self._set_events(self._fork_client.descriptor, select.EPOLLIN)
+            self._set_events(self._fork_client.descriptor, selectors.EVENT_READ, None)
 
-    def _set_events(self, descriptor: int, events: int) -> None:
-        known = self._watched.get(descriptor)
+    def _set_events(
+        self, descriptor: int, events: int, owner: tuple[WorkerPool, GradingProcess] | None
+    ) -> None:
+        """Watch a process's socket, or without an owner the fork server's."""
+        known = self._selector.get_map().get(descriptor)
         if known is None:
-            self._epoll.register(descriptor, events)
-        elif known != events:
-            self._epoll.modify(descriptor, events)
-        self._watched[descriptor] = events
+            self._selector.register(descriptor, events, owner)
+        elif known.events != events:
+            self._selector.modify(descriptor, events, owner)
 
     def _unwatch(self, process: GradingProcess) -> None:
-        if self._watched.pop(process.connection.fileno(), None) is not None:
-            self._epoll.unregister(process.connection.fileno())
+        if process.connection.fileno() in self._selector.get_map():
+            self._selector.unregister(process.connection.fileno())
 
     def _detach(self, process: GradingProcess) -> None:
         self._unwatch(process)
-        del self._owners[process.connection.fileno()]
         process.close()

@@ -1,22 +1,77 @@
 """Suspects of a worker pool: slow items in separate processes, and failed items that wait for one.
 
-Runs in the verifier; used by `worker_pool.py`, which decides which process becomes a suspect.
+Runs in the verifier; used by `worker_pool.py`, which decides which process becomes a suspect. A
+feedback queue says which compute now: the item that computed least goes first. A bomb runs only in
+time that no other item wants; an honest item of 200 ms never waits for a bomb that has computed
+longer.
 """
 
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from megatron_rl.config.reward import WorkerPoolConfig
-from verification.pool import turns
 from verification.pool.grading_process import GradingProcess, Item
-from verification.pool.turns import Turn
 
+FIRST_SLICE_S = 0.05
+"""CPU time until an item may have to give way; then again at each doubling."""
+OVERDUE_S = 60.0
+"""Seconds after which the oldest item computes next, whatever its CPU time."""
 SLOW_NICENESS, SLOWEST_NICENESS = 3, 7
 """A lower priority would never get a core beside other busy processes."""
 SLOWEST_S = 0.4
 """CPU time after which an item gets SLOWEST_NICENESS."""
 MEMORY_SHARE = 2
 """Memory limit of all suspects together, as a multiple of one process's limit."""
+
+
+class Turn(NamedTuple):
+    """A slow item that asks for a core."""
+
+    used_s: float
+    """CPU time used, including earlier attempts."""
+    since_s: float
+    """Monotonic time of the request."""
+    is_running: bool = False
+    needs_quiet: bool = False
+    """The item must run alone: the host was too busy for an earlier attempt."""
+
+
+def level(used_s: float) -> int:
+    """0 in the first slice, one more with each doubling."""
+    # 1e-9: sums of clock differences may miss a limit slightly.
+    return max(0, 1 + math.floor(math.log2(max(used_s, 1e-6) / FIRST_SLICE_S) + 1e-9))
+
+
+def slice_left_s(used_s: float) -> float:
+    """CPU time left until the level changes."""
+    return FIRST_SLICE_S * 2 ** level(used_s) - used_s
+
+
+def choose(turns: Sequence[Turn], slots: int, now: float) -> list[int]:
+    """Indices of at most `slots` items that compute now."""
+
+    def rank(index: int) -> tuple[int, bool, float]:
+        turn = turns[index]
+        return level(turn.used_s), not turn.is_running, turn.since_s
+
+    alone = [i for i, turn in enumerate(turns) if turn.needs_quiet]
+    others = sorted((i for i, turn in enumerate(turns) if not turn.needs_quiet), key=rank)
+    # No item may join it: its second attempt must not fail like the first.
+    running_alone = [i for i in alone if turns[i].is_running]
+    overdue_alone = [i for i in alone if is_overdue(turns[i].since_s, now)]
+    for candidates in (running_alone, overdue_alone, [] if others else alone):
+        if candidates:
+            return [min(candidates, key=lambda i: turns[i].since_s)]
+    overdue = [i for i in others if is_overdue(turns[i].since_s, now)]
+    first = [min(overdue, key=lambda i: turns[i].since_s)] if overdue else []
+    return (first + [i for i in others if i not in first])[:slots]
+
+
+def is_overdue(since_s: float, now: float) -> bool:
+    """Whether an item that waits since `since_s` must compute next."""
+    return now - since_s >= OVERDUE_S
 
 
 class Suspects:
@@ -57,7 +112,7 @@ class Suspects:
         suspects, doubtful = list(self.processes), self._next_doubtful(now)[:room]
         asking = [_turn(p.items[0], p.used_s, is_running=not p.is_paused) for p in suspects]
         asking += [_turn(item, 0.0, is_running=False) for item in doubtful]
-        chosen = set(turns.choose(asking, self._slots, now))
+        chosen = set(choose(asking, self._slots, now))
         for index, process in enumerate(suspects):
             if index in chosen and process.is_paused:
                 process.resume(now)
@@ -74,8 +129,8 @@ class Suspects:
         """Items without a process, next first."""
 
         def rank(item: Item) -> tuple[bool, bool, float, float]:
-            is_overdue = turns.is_overdue(item.since_s, now)
-            return not is_overdue, item.needs_quiet, item.burnt_s, item.since_s
+            is_late = is_overdue(item.since_s, now)
+            return not is_late, item.needs_quiet, item.burnt_s, item.since_s
 
         return sorted(self.doubtful, key=rank)
 
@@ -92,7 +147,7 @@ class Suspects:
             return False  # New items take milliseconds.
         is_alone = any(process.items[0].needs_quiet for process in self.processes)
         return is_alone or any(
-            item.needs_quiet and turns.is_overdue(item.since_s, now) for item in self.doubtful
+            item.needs_quiet and is_overdue(item.since_s, now) for item in self.doubtful
         )
 
     def surplus(self) -> list[GradingProcess]:

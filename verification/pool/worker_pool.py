@@ -5,8 +5,8 @@ Runs in the verifier; used by `pool.py`. An item is one step of one score. Three
 - A *worker* takes new items, one after another.
 - A *suspect* has a low priority and one item, and ends with it. In pools limited by CPU time, a
   worker whose item takes longer than BRISK_S becomes a suspect, so that no item waits behind it. A
-  new suspect retries a failed item. The suspects with the youngest items compute (`turns.py`); the
-  others are paused and keep their work.
+  new suspect retries a failed item. The suspects with the youngest items compute; the others are
+  paused and keep their work (`suspects.py`).
 - A *spare* is forked and idle. It replaces a worker that became a suspect.
 
 | event | first time | second time |
@@ -55,8 +55,7 @@ from verification.pool.frames import (
     Retiring,
 )
 from verification.pool.grading_process import GradingProcess, Item
-from verification.pool.suspects import Suspects, lower_priority
-from verification.pool.turns import slice_left_s
+from verification.pool.suspects import Suspects, lower_priority, slice_left_s
 from verification.rules import RewardRules
 from verification.run_time import oom_kills
 from verification.score import unverified
@@ -282,17 +281,18 @@ class WorkerPool:
         process.items.append(first)
 
     def _give_up(self, process: GradingProcess, fault: str, reason: str) -> bool:
+        self._blame(self._kill(process), fault, reason)
+        return True
+
+    def _kill(self, process: GradingProcess) -> Item:
+        """Kill a process and return its first item; its others wait again."""
         item = process.items.popleft()
         item.burnt_s += process.used_s
         self._requeue(process)
-        self._kill(process)
-        self._blame(item, fault, reason)
-        return True
-
-    def _kill(self, process: GradingProcess) -> None:
         self.kills += 1
         self._remove(process)
         process.kill()
+        return item
 
     def _sweep(self, now: float) -> list[GradingProcess]:
         """Abandon suspects with too much memory, and expire items that are open too long."""
@@ -300,11 +300,8 @@ class WorkerPool:
         last_s = now - self._answer_within_s
         for process in [*self.workers, *self.suspects.processes]:
             if process.items and process.items[0].since_s < last_s:
-                item = process.items.popleft()
-                self._requeue(process)
-                self._kill(process)
                 given_up.append(process)
-                self._expire(item)
+                self._expire(self._kill(process))
         for queue in (self._waiting, self.suspects.doubtful):
             for item in [item for item in queue if item.since_s < last_s]:
                 queue.remove(item)
@@ -312,11 +309,7 @@ class WorkerPool:
         return given_up
 
     def _start_anew(self, processes: list[GradingProcess]) -> list[GradingProcess]:
-        for process in processes:
-            item = process.items.popleft()
-            item.burnt_s += process.used_s
-            self._kill(process)
-            self.suspects.doubtful.append(item)
+        self.suspects.doubtful += [self._kill(process) for process in processes]
         return processes
 
     # --- faults ---------------------------------------------------------------------------------

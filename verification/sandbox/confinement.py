@@ -11,7 +11,8 @@ import os
 import resource
 import signal
 import struct
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_SECCOMP = 22
@@ -38,53 +39,46 @@ _LANDLOCK_FILE_RIGHTS = 0b111 | 1 << 14 | 1 << 15
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Confinement(NamedTuple):
-    """Limits and privileges of a child."""
-
-    memory_bytes: int
-    cpu_s: float
-    file_bytes: int
-    """Largest file, including its output."""
-    processes: int
-    """Processes and threads, including those of the same user outside the sandbox."""
-    filter: bytes
-    """Seccomp program; empty for none."""
-    uid: int | None
-    """User and group to become; None to stay."""
-    landlock: int | None
-    """Descriptor of a Landlock ruleset; None for none."""
-
-
 # struct sock_fprog of linux/filter.h: number and address of instructions of 8 bytes each.
 class _FilterProgram(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
 
 
-def confine(confinement: Confinement, parent_pid: int) -> None:
+def confine(
+    limits: Mapping[str, Any],
+    *,
+    syscalls: bytes,
+    uid: int | None,
+    landlock: int | None,
+    parent_pid: int,
+) -> None:
     """Drop every privilege of this process for good. Raises OSError when the kernel refuses.
 
-    The order matters: each step needs a right that a later step drops.
+    limits: memory_bytes, cpu_s, file_bytes (of the largest file, output included), and processes
+    (and threads, those of the same user outside the sandbox included). syscalls: seccomp program;
+    empty for none. uid: user and group to become; None to stay. landlock: descriptor of a ruleset;
+    None for none. The order matters: each step needs a right that a later step drops.
     """
     # The server ends the whole session by its number.
     os.setsid()
     os.umask(0o022)
-    _limit(confinement)
-    if confinement.uid is not None:
+    _limit(limits)
+    if uid is not None:
         # Groups first: only root can drop them.
         os.setgroups([])
-        os.setresgid(confinement.uid, confinement.uid, confinement.uid)
-        os.setresuid(confinement.uid, confinement.uid, confinement.uid)
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
     # After the change of user, which clears the parent-death signal.
     die_with(parent_pid)
     # Set-user-id programs gain nothing. Without this flag the kernel accepts Landlock and seccomp
     # from privileged processes only.
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    if confinement.landlock is not None:
-        _call(_SYS_LANDLOCK_RESTRICT_SELF, confinement.landlock, 0)
+    if landlock is not None:
+        _call(_SYS_LANDLOCK_RESTRICT_SELF, landlock, 0)
     drop_capabilities()
     # The filter comes last: it allows none of the calls above.
-    if confinement.filter:
-        program = _FilterProgram(len(confinement.filter) // 8, confinement.filter)
+    if syscalls:
+        program = _FilterProgram(len(syscalls) // 8, syscalls)
         _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(program))
 
 
@@ -172,18 +166,18 @@ def _allow(rules: int, path: str, rights: int) -> None:
         os.close(handle)
 
 
-def _limit(confinement: Confinement) -> None:
+def _limit(allowed: Mapping[str, Any]) -> None:
     # A last resort: the kernel counts this limit in ticks, which run ahead on a busy host. The
     # grading process enforces the real limit with a precise clock.
-    cpu_s = 2 * math.ceil(confinement.cpu_s) + 1
+    cpu_s = 2 * math.ceil(allowed["cpu_s"]) + 1
     limits = {
         # 1, not 0: the kernel starts the host's core collector for 0, but never for 1.
         resource.RLIMIT_CORE: 1,
         resource.RLIMIT_CPU: cpu_s,
-        resource.RLIMIT_AS: confinement.memory_bytes,
-        resource.RLIMIT_FSIZE: confinement.file_bytes,
+        resource.RLIMIT_AS: allowed["memory_bytes"],
+        resource.RLIMIT_FSIZE: allowed["file_bytes"],
         resource.RLIMIT_NOFILE: 64,
-        resource.RLIMIT_NPROC: confinement.processes,
+        resource.RLIMIT_NPROC: allowed["processes"],
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         # Also caps timers, which nothing else does, and which count for the whole user.

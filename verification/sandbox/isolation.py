@@ -1,12 +1,7 @@
 """Isolation of a sandbox from the host: the command that starts it and the settings inside.
 
-Runs in a grading process. Three kinds, the strongest first:
-
-| kind | what programs can reach |
-|---|---|
-| bubblewrap | only the interpreter and the compiler: own file system, processes, network |
-| landlock | no other files, network or signals, but names and sizes of the host's files |
-| rlimits | everything; memory, time and output are limited. Only on request |
+Runs in a grading process. docs/verification.md compares the kinds, of which `rlimits` isolates
+nothing.
 """
 
 import contextlib

@@ -9,15 +9,19 @@ The kernel kills the sandbox when this process dies. The next sandbox removes fo
 groups that a killed process left.
 """
 
+import base64
 import contextlib
 import errno
+import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -26,7 +30,6 @@ from megatron_rl.protocol.closing import Closing
 from verification.run_time import descendants, oom_kills
 from verification.sandbox import confinement, isolation, seccomp
 from verification.sandbox.cgroup import ControlGroup
-from verification.sandbox.memory_file import closing, make_file, read_file
 from verification.sandbox.time_limits import HOST, Limits, await_reply, is_readable
 from verification.verdict import GradingError, HostBusy
 
@@ -90,7 +93,7 @@ class Sandbox(Closing):
         _check_kernel(spec.kind)
         self._spec = spec
         self._folder = None if spec.kind == "bubblewrap" else isolation.make_folder()
-        self._words = make_file()
+        self._words = _make_file()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._is_ready = False
         self._own_processes: list[int] = []
@@ -142,8 +145,8 @@ class Sandbox(Closing):
         self, command: list[str], source: bytes, *, source_name: str, limits: Limits
     ) -> ProgramResult:
         """Run a compiler on a source file in the build folder; its messages are the output."""
-        output = make_file()
-        with closing(make_file(source), make_file(b""), output) as files:
+        output = _make_file()
+        with _closing(_make_file(source), _make_file(b""), output) as files:
             request = {"action": "compile", "command": command, "source_name": source_name}
             return self._run(request, files, limits, output=output, errors=output)
 
@@ -151,18 +154,18 @@ class Sandbox(Closing):
         self, command: list[str] | None, source: bytes, *, stdin: bytes, limits: Limits
     ) -> ProgramResult:
         """Run a program on an input: a command, or without one the Python source."""
-        output, errors = make_file(), make_file()
-        with closing(make_file(stdin), output, errors, make_file(source)) as files:
+        output, errors = _make_file(), _make_file()
+        with _closing(_make_file(stdin), output, errors, _make_file(source)) as files:
             request = {"action": "program", "command": command}
             return self._run(request, files, limits, output=output, errors=errors)
 
     def check(self, solution: bytes, tests: bytes, *, limits: Limits) -> ProgramResult:
         """Run a solution's job and its unit tests' job; the output is the tests' report."""
-        own, errors, report = make_file(), make_file(), make_file()
+        own, errors, report = _make_file(), _make_file(), _make_file()
         # Each process has a separate standard input: both might write to a common one.
-        inputs = (make_file(b""), make_file(b""))
-        jobs = (make_file(solution), make_file(tests))
-        with closing(*inputs, own, errors, *jobs, report) as files:
+        inputs = (_make_file(b""), _make_file(b""))
+        jobs = (_make_file(solution), _make_file(tests))
+        with _closing(*inputs, own, errors, *jobs, report) as files:
             return self._run({"action": "check"}, files, limits, output=report, errors=errors)
 
     def _run(
@@ -186,8 +189,8 @@ class Sandbox(Closing):
         self._check_host(result, end)
         return msgspec.structs.replace(
             result,
-            output=read_file(output, limits.file_bytes),
-            errors=read_file(errors, ERROR_BYTES).decode(errors="replace"),
+            output=_read_file(output, limits.file_bytes),
+            errors=_read_file(errors, ERROR_BYTES).decode(errors="replace"),
         )
 
     def _check_host(self, result: ProgramResult, end: str) -> None:
@@ -218,12 +221,12 @@ class Sandbox(Closing):
         return json.loads(data)
 
     def _last_words(self) -> str:
-        return read_file(self._words, ERROR_BYTES).decode(errors="replace").strip() or "no message"
+        return _read_file(self._words, ERROR_BYTES).decode(errors="replace").strip() or "no message"
 
     def _start(
         self, roots: isolation.Roots, theirs: socket.socket, group: ControlGroup | None
     ) -> subprocess.Popen[bytes]:
-        code = make_file(isolation.server_code(roots.interpreter.prefix == sys.base_prefix))
+        code = _make_file(isolation.server_code(roots.interpreter.prefix == sys.base_prefix))
         inner = [
             roots.interpreter.executable, "-I", "-S", "-X", "utf8", "-c", isolation.LOADER,
             str(code), str(theirs.fileno()),
@@ -306,7 +309,7 @@ class Sandbox(Closing):
             filters = {"test": seccomp.test_filter(), "compile": compiling}
         folder = self._folder or "/sandbox"
         return {
-            "filters": {name: seccomp.as_text(code) for name, code in filters.items()},
+            "filters": {name: base64.b64encode(code).decode() for name, code in filters.items()},
             "landlock": kind == "landlock",
             "readable": isolation.readable_paths(roots) if kind == "landlock" else [],
             "may_mount": is_inside,
@@ -358,3 +361,34 @@ def _read_info(descriptor: int) -> int:
             if not received:
                 break
     return json.loads(text)["child-pid"]
+
+
+def _make_file(content: bytes | None = None) -> int:
+    """Descriptor of a new file; a file created with content (even empty) is sealed."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    size = len(content or b"")
+    if limit != resource.RLIM_INFINITY and size > limit:
+        raise GradingError(f"a test of {size} bytes exceeds this process's RLIMIT_FSIZE of {limit}")
+    descriptor = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    if content is not None:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(content)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def _read_file(descriptor: int, limit: int) -> bytes:
+    """The first `limit` bytes of a file."""
+    return os.pread(descriptor, limit, 0)
+
+
+@contextlib.contextmanager
+def _closing(*descriptors: int) -> Iterator[list[int]]:
+    """Close descriptors at the end."""
+    try:
+        yield list(descriptors)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)

@@ -13,7 +13,6 @@ descriptor (fcntl, ioctl), timers of other threads (the kernel accepts only thos
 process), the death of a parent (prctl, clone).
 """
 
-import base64
 import errno
 import functools
 import itertools
@@ -175,8 +174,3 @@ def _add(rules: object, action: int, name: str, *conditions: object) -> None:
         is_known = False
     if is_known:
         rules.add_rule(action, name, *conditions)
-
-
-def as_text(program: bytes) -> str:
-    """Text form of a filter, for the server."""
-    return base64.b64encode(program).decode()

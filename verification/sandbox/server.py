@@ -36,7 +36,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verification.sandbox import call_proxy, confinement, solution_process, tests_process
-from verification.sandbox.confinement import Confinement
 
 REQUEST_BYTES = 1 << 16
 STOP = b"stop"
@@ -214,7 +213,8 @@ class Server:
         pid = os.fork()
         if pid == 0:
             try:
-                setup_write, ruleset = _arrange(files, setup_write, self._ruleset(request))
+                ruleset = self._rulesets[_profile(request)]
+                setup_write, ruleset = _arrange(files, setup_write, ruleset)
                 os.chdir(folder)
                 self._confine(request, ruleset, server_pid)
                 program(setup_write)
@@ -233,20 +233,15 @@ class Server:
             raise OSError(int(number), text)
         return child
 
-    def _ruleset(self, request: dict[str, Any]) -> int | None:
-        return self._rulesets[_profile(request)]
-
     def _confine(self, request: dict[str, Any], ruleset: int | None, server_pid: int) -> None:
-        terms = Confinement(
-            memory_bytes=request["memory_bytes"],
-            cpu_s=request["cpu_s"],
-            file_bytes=request["file_bytes"],
-            processes=request["processes"] + self._settings["other_processes"],
-            filter=self._filters[_profile(request)],
+        processes = request["processes"] + self._settings["other_processes"]
+        confinement.confine(
+            request | {"processes": processes},
+            syscalls=self._filters[_profile(request)],
             uid=self._settings["uid"],
             landlock=ruleset,
+            parent_pid=server_pid,
         )
-        confinement.confine(terms, server_pid)
         if ruleset is not None:
             os.close(ruleset)
 

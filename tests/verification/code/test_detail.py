@@ -2,8 +2,15 @@
 
 import pytest
 
-from verification.code.checking import SHOWN_CHARS, quoted
-from verification.code.grading import Case, CodeLimits, CodeTests, grade, prepare
+from verification.code.grading import (
+    SHOWN_CHARS,
+    Case,
+    CodeLimits,
+    CodeTests,
+    grade,
+    prepare,
+    quoted,
+)
 
 TESTS = CodeTests(cases=[Case("3 4\n", "7\n"), Case("-5 6\n", "1\n")])
 

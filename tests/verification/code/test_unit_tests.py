@@ -19,12 +19,12 @@ from tests.verification.code.unit_test_cases import (
     WITH_PACKAGES,
     Row,
 )
-from verification.code.checking import make_jobs
 from verification.code.grading import (
     Case,
     CodeLimits,
     CodeTests,
     grade,
+    make_jobs,
     parse_tests,
     prepare,
     run_unit_tests,

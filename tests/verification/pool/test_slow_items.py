@@ -15,7 +15,7 @@ from tests.verification.requests import boxed, make_request, make_rules
 from verification.draft import Draft
 from verification.pool.faults import HOST, TIMEOUT, WAITED, Outcome, judge, judge_unfinished
 from verification.pool.pool import Pool
-from verification.pool.turns import FIRST_SLICE_S, OVERDUE_S, Turn, choose, level, slice_left_s
+from verification.pool.suspects import FIRST_SLICE_S, OVERDUE_S, Turn, choose, level, slice_left_s
 from verification.pool.worker_pool import Finished
 from verification.score import screen
 
