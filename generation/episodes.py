@@ -33,9 +33,8 @@ from megatron_rl.config.tree import Config
 from megatron_rl.protocol.call_forms import find_call_form
 from megatron_rl.protocol.chat_template import RenderError
 from megatron_rl.protocol.chat_template import Turn as Message
-from megatron_rl.protocol.expert_choices import narrow_choices
 from megatron_rl.protocol.generator_messages import EngineActivity
-from megatron_rl.protocol.rollout import TurnReturn
+from megatron_rl.protocol.rollout import TurnReturn, narrow_choices
 from megatron_rl.protocol.tool_calls import ParsedReply, ToolCallParser, with_tools
 from megatron_rl.protocol.turns import Turns
 from megatron_rl.protocol.types import Lease, Rollout, RolloutFailed, Score, sendable

@@ -11,8 +11,8 @@ from generation.engine import Completion, Engine
 from generation.gold_answers import find_gold
 from generation.health import Activity, EngineHealth
 from megatron_rl.config.algorithm import GoldConfig
-from megatron_rl.protocol.expert_choices import narrow_choices
 from megatron_rl.protocol.render import Renderer
+from megatron_rl.protocol.rollout import narrow_choices
 from megatron_rl.protocol.types import GoldAnswer, Lease, Rollout
 
 RENDERED_PROMPTS = 256

@@ -22,8 +22,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_rl.config.reward import Step
-from megatron_rl.protocol.class_messages import NO_ANSWER, ClassDone, ClassRequest
-from megatron_rl.protocol.types import NOT_GRADED, Score, ScoreDone, ScoreFailed, ScoreRequest
+from megatron_rl.protocol.types import (
+    NO_ANSWER,
+    NOT_GRADED,
+    ClassDone,
+    ClassRequest,
+    Score,
+    ScoreDone,
+    ScoreFailed,
+    ScoreRequest,
+)
 from verification.comparisons import Equivalence, find_comparison
 from verification.draft import Draft
 from verification.format import FORMAT_CHECKS, FormatResult

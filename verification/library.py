@@ -15,10 +15,16 @@ import msgspec
 
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
 from megatron_rl.config.thinking import HOUSE_TAGS, ThinkTags
-from megatron_rl.protocol.class_messages import ClassDone, ClassRequest
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.prompt import LengthRule
-from megatron_rl.protocol.types import Score, ScoreDone, ScoreFailed, ScoreRequest
+from megatron_rl.protocol.types import (
+    ClassDone,
+    ClassRequest,
+    Score,
+    ScoreDone,
+    ScoreFailed,
+    ScoreRequest,
+)
 from verification.classes import ClassDesk
 from verification.draft import Draft
 from verification.pool.pool import Pool

@@ -36,8 +36,7 @@ from megatron_rl.config.reward import RewardConfig, VerifierConfig
 from megatron_rl.curation.rows import Row
 from megatron_rl.curation.samples import Sample, SampleFile, match
 from megatron_rl.curation.tool import Outcome, Report, check_at_least, check_share
-from megatron_rl.protocol.class_messages import NO_ANSWER, ClassDone, ClassRequest
-from megatron_rl.protocol.types import Prompt, ScoreFailed
+from megatron_rl.protocol.types import NO_ANSWER, ClassDone, ClassRequest, Prompt, ScoreFailed
 from verification.library import Grading
 
 WITHOUT_VOTE = ("reasoning_gym", "code")

@@ -201,7 +201,10 @@ def seal(partial: Path, step: int, files: dict[str, FileRecord]) -> Path:
         if path.name not in files:
             _sync(path)
             files[path.name] = record_file(path)
-    _write_synced(partial / COMPLETE, msgspec.json.encode(CompleteMark(step, files)))
+    mark = partial / f"{COMPLETE}.tmp"
+    mark.write_bytes(msgspec.json.encode(CompleteMark(step, files)))
+    _sync(mark)
+    mark.rename(partial / COMPLETE)
     _sync(partial)
     final = partial.with_name(folder_name(step))
     discard(final)
@@ -238,13 +241,6 @@ def superfluous(steps: Iterable[int], *, keep_last: int, keep_every: int) -> lis
     """Steps whose checkpoints may be removed: not the last ones or multiples of keep_every."""
     ordered = sorted(steps)
     return [step for step in ordered[:-keep_last] if not keep_every or step % keep_every]
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content)
-    _sync(temporary)
-    temporary.rename(path)
 
 
 def _sync(path: Path) -> None:

@@ -68,7 +68,6 @@ class MetricSet:
         self._entries: dict[str, tuple[float, float, Reduce]] = {}
 
     def add(self, metrics: Iterable[Metric]) -> None:
-        """Add contributions."""
         for metric in metrics:
             entry = self._entries.get(metric.name)
             if entry is None:
@@ -97,7 +96,6 @@ class MetricSet:
         }
 
     def clear(self) -> None:
-        """Forget everything."""
         self._entries.clear()
 
 
@@ -132,7 +130,6 @@ class JsonlWriter:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        """Close the file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -70,11 +70,15 @@ def note_started() -> None:
     _Progress.has_started = True
 
 
-def _code_of(error: Exception) -> int:
-    # A process that is turned away has done nothing for this run.
-    if _Progress.has_started and not isinstance(error, TurnedAway):
-        return EXIT_FAILED
-    return EXIT_BAD_INPUT
+def _explain(error: BaseException) -> tuple[int, str]:
+    """(exit code, text) of an error; without a text it is not one that a person can fix."""
+    if isinstance(error, ConfigError | InputError | WireError):
+        # A process that is turned away has done nothing for this run.
+        has_failed = _Progress.has_started and not isinstance(error, TurnedAway)
+        return EXIT_FAILED if has_failed else EXIT_BAD_INPUT, str(error)
+    if isinstance(error, DeadlineExceeded | TrainingStopped):
+        return EXIT_FAILED, str(error)
+    return EXIT_FAILED, ""
 
 
 def note_ready() -> None:
@@ -141,16 +145,11 @@ def failures_noted() -> Iterator[None]:
     """
     try:
         yield
-    except (ConfigError, InputError, WireError) as error:
-        write_failure(_code_of(error), str(error))
-        raise
-    except (DeadlineExceeded, TrainingStopped) as error:
-        write_failure(EXIT_FAILED, str(error))
-        raise
     except (SystemExit, KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException:
-        write_failure(EXIT_FAILED, traceback.format_exc())
+    except BaseException as error:
+        code, text = _explain(error)
+        write_failure(code, text or traceback.format_exc())
         raise
 
 
@@ -179,12 +178,9 @@ def run_main(role: str, main: Callable[[], None]) -> int:
         assert isinstance(stop.code, int)
         log.info("ended by signal %d", stop.code - 128)
         return stop.code
-    except (ConfigError, InputError, WireError) as error:
+    except (ConfigError, InputError, WireError, DeadlineExceeded, TrainingStopped) as error:
         log.error("%s", error)
-        return _code_of(error)
-    except (DeadlineExceeded, TrainingStopped) as error:
-        log.error("%s", error)
-        return EXIT_FAILED
+        return _explain(error)[0]
     return 0
 
 

@@ -71,14 +71,7 @@ class Renderer:
         self.form = find_answer_form(self.template, added)
         """What the template writes around an answer."""
         config = config.for_model(count_parameters(model))
-        self.openings = {
-            (task, is_program, is_cpp): _opening(
-                config, format_check, is_program=is_program, is_cpp=is_cpp
-            )
-            for task, format_check in format_checks.items()
-            for is_program in (False, True)
-            for is_cpp in (False, True)
-        }
+        self._config, self._format_checks = config, format_checks
         self.tags = None if config.thinking.is_none else config.tags
         """Think tags of the model; None: it does not think."""
         self.context_tokens = context_tokens
@@ -188,16 +181,23 @@ class Renderer:
         return self._opened(list(turns), (task, False, False))
 
     def _opened(self, turns: list[Turn], key: tuple[str, bool, bool]) -> list[Turn]:
-        if key not in self.openings:
-            known = sorted({task for task, _, _ in self.openings})
+        task, is_program, is_cpp = key
+        if task not in self._format_checks:
             raise InputError(
-                f"unknown task {key[0]!r}: known are {known}, "
+                f"unknown task {task!r}: known are {sorted(self._format_checks)}, "
                 "others are defined in [reward.tasks.NAME]"
             )
         # Many templates accept a system message only as the first message.
-        if all(turn["role"] != "system" for turn in turns):
-            turns = [*self.openings[key], *turns]
-        return turns
+        if any(turn["role"] == "system" for turn in turns):
+            return turns
+        check = self._format_checks[task]
+        opening: list[Turn] = []
+        if system_prompt := self._config.system_prompt_of(check):
+            opening.append({"role": "system", "content": system_prompt})
+        if shown := self._config.demonstration_of(check, is_program=is_program, is_cpp=is_cpp):
+            opening.append({"role": "user", "content": shown.question})
+            opening.append({"role": "assistant", "content": shown.reply})
+        return opening + turns
 
     def find_refusal(self, tokens: int, max_new_tokens: int) -> str:
         """Why a prompt of `tokens` tokens cannot be completed; empty when it can."""
@@ -218,7 +218,6 @@ class Renderer:
         return [*self.encode(f"{self.form.lead}{text}{self.form.gap}"), self.end_id]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
@@ -298,20 +297,6 @@ def names_cpp(messages: Sequence[ChatMessage]) -> bool:
 
 def _opening_key(conversation: Conversation) -> tuple[str, bool, bool]:
     return conversation.task, conversation.is_program, names_cpp(conversation.messages)
-
-
-def _opening(
-    config: RenderConfig, format_check: str, *, is_program: bool, is_cpp: bool
-) -> list[dict[str, str]]:
-    """The messages before a prompt without a system message."""
-    turns = []
-    if system_prompt := config.system_prompt_of(format_check):
-        turns.append({"role": "system", "content": system_prompt})
-    exchange = config.demonstration_of(format_check, is_program=is_program, is_cpp=is_cpp)
-    if exchange:
-        turns.append({"role": "user", "content": exchange.question})
-        turns.append({"role": "assistant", "content": exchange.reply})
-    return turns
 
 
 def describe_system_prompts(config: Config, kinds: list[tuple[str, bool, bool]]) -> list[str]:

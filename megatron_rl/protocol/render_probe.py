@@ -10,15 +10,28 @@ from typing import NamedTuple
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.thinking import KNOWN_TAGS, ThinkTags
-from megatron_rl.protocol.chat_template import Part, RenderError, Turn, find_losses
+from megatron_rl.protocol.chat_template import Part, RenderError, Turn, find_losses, read_json
 from megatron_rl.protocol.render import Conversation, Renderer, read_values
-from megatron_rl.protocol.tokenizer_probe import compare_tokenizers
 
 _SHOWN_CHARACTERS = 60
 _MOST_SHAPES = 256
 """Kinds of conversations that are tried, the most frequent first."""
 _QUESTIONS = "questions"
 _QUESTION: Turn = {"role": "user", "content": "1"}
+PROBES = (
+    "Hello world, it's 12,345.67 (3/4)!\n",
+    "def f(x):\n    return x  # \ttab\n\n\n",
+    "HelloWorld iPhone 'The' \"QUOTED\" don't a//b/\n",
+    "\\frac{1}{2}+\\sqrt{x_{10}}=\\boxed{-7}",
+    "naïve Größe, задача 数学 🙂",
+)
+_MISTRAL = ("mistral", "mistral3", "voxtral", "ministral", "ministral3", "pixtral")
+_MISTRAL_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Mistral's tokenizers divide a text, as `fix_mistral_regex` of transformers 5.19 has it."""
 
 
 class TaughtAnswer(NamedTuple):
@@ -46,7 +59,7 @@ def probe_renderer(
         *_describe_losses(renderer, [*conversations, *(one.conversation for one in taught)]),
         _describe_clock(renderer),
         _describe_taught(renderer, taught),
-        *compare_tokenizers(renderer.tokenizer, renderer.model, renderer.encode, renderer.decode),
+        *compare_tokenizers(renderer),
     ]
     return [note for note in notes if note]
 
@@ -171,3 +184,96 @@ def _describe_taught(renderer: Renderer, taught: Sequence[TaughtAnswer]) -> str:
         f"note: the chat template would write {count} of the first {len(taught)} SFT responses "
         f"otherwise than they are taught (text and end, behind the prompt): {first}"
     )
+
+
+# --- tokenizer ----------------------------------------------------------------------------------
+
+
+def compare_tokenizers(renderer: Renderer) -> list[str]:
+    """Warnings where the tokenizer, as transformers loads it, differs from its own file.
+
+    Only a Renderer makes token ids in a run: engines and trainer ranks are given ids.
+    """
+    found = (_differs_from_file(renderer), _splits_wrongly(renderer), _loses_text(renderer))
+    return [text for text in found if text]
+
+
+def _differs_from_file(renderer: Renderer) -> str:
+    """A warning if transformers makes other ids than tokenizer.json."""
+    tokenizer, folder = renderer.tokenizer, renderer.model
+    path = folder / "tokenizer.json"
+    # Mistral's regex is mended at load on request; then the file is known to differ.
+    if not path.exists() or tokenizer.init_kwargs.get("fix_mistral_regex"):
+        return ""
+    from tokenizers import Tokenizer
+
+    plain = Tokenizer.from_file(str(path))
+    plain.no_truncation()
+    plain.no_padding()
+    for text in PROBES:
+        own, theirs = renderer.encode(text), plain.encode(text, add_special_tokens=False).ids
+        if own != theirs:
+            return (
+                f"warning: transformers loads the tokenizer of {folder} as "
+                f"{type(tokenizer).__name__}, which makes other ids than its tokenizer.json: of "
+                f"{text!r} {_first_difference(own, theirs)}. The model was most likely trained "
+                'with tokenizer.json: set "tokenizer_class": "PreTrainedTokenizerFast" in '
+                "tokenizer_config.json"
+            )
+    return ""
+
+
+def _first_difference(own: list[int], theirs: list[int]) -> str:
+    place = next(
+        (n for n, (a, b) in enumerate(zip(own, theirs, strict=False)) if a != b),
+        min(len(own), len(theirs)),
+    )
+    return f"{own[place : place + 3]} in place of {theirs[place : place + 3]} at token {place}"
+
+
+def _splits_wrongly(renderer: Renderer) -> str:
+    """A warning for a tokenizer of Mistral that was saved with another family's regex."""
+    folder = renderer.model
+    kind = read_json(folder / "config.json").get("model_type")
+    backend = getattr(renderer.tokenizer, "backend_tokenizer", None)
+    if kind not in _MISTRAL or backend is None or backend.pre_tokenizer is None:
+        return ""
+    if backend.token_to_id("[INST]") is None:
+        return ""  # another family's tokenizer
+    state = backend.pre_tokenizer.__getstate__().decode()
+    # Older tokenizers of Mistral divide no text before they merge.
+    if '"Split"' not in state or '"ByteLevel"' not in state:
+        return ""
+    from tokenizers import Regex, pre_tokenizers
+
+    split = pre_tokenizers.Split(Regex(_MISTRAL_SPLIT), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    right = pre_tokenizers.Sequence([split, byte_level])
+    for text in PROBES:
+        own = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+        expected = [piece for piece, _ in right.pre_tokenize_str(text)]
+        if own != expected:
+            return (
+                f"warning: the tokenizer of {folder} was saved with a regex that is not Mistral's: "
+                f"it divides {text!r} into {len(own)} pieces in place of {len(expected)}, so "
+                "prompts have other tokens than the model was trained on. Save it anew: "
+                f'AutoTokenizer.from_pretrained("{folder}", fix_mistral_regex=True)'
+                f'.save_pretrained("{folder}")'
+            )
+    return ""
+
+
+def _loses_text(renderer: Renderer) -> str:
+    """A warning if a text does not come back from its ids; closed vocabularies do not count."""
+    for text in PROBES:
+        ids = renderer.encode(text)
+        if renderer.tokenizer.unk_token_id in ids:
+            continue
+        if (back := renderer.decode(ids)) != text:
+            return (
+                f"warning: the tokenizer of {renderer.model} does not give a text back: {text!r} "
+                f"becomes {back!r}, and answers are graded by their text. See its normalizer and "
+                "decoder in tokenizer.json, and clean_up_tokenization_spaces in "
+                "tokenizer_config.json"
+            )
+    return ""

@@ -90,6 +90,23 @@ def no_choices() -> np.ndarray:
     return np.zeros(0, np.uint8)
 
 
+_NARROW = (np.uint8, np.int16)
+"""For up to 256 experts, or 32,768 and -1."""
+
+
+def narrow_choices(choices: np.ndarray) -> np.ndarray:
+    """Expert choices in the first dtype of _NARROW that holds all, else unchanged (int32).
+
+    A rollout has a number for each layer and chosen expert of every token: many times the bytes of
+    all its other data.
+    """
+    least, most = (int(choices.min()), int(choices.max())) if choices.size else (0, 0)
+    for dtype in _NARROW:
+        if np.iinfo(dtype).min <= least and most <= np.iinfo(dtype).max:
+            return choices.astype(dtype)
+    return choices
+
+
 ROUNDING_NATS = 1e-3
 """The logprob of a certain token may exceed 0 by this much, because engines round."""
 
@@ -175,17 +192,14 @@ class Rollout(msgspec.Struct, frozen=True, weakref=True):
 
     @property
     def oldest_version(self) -> int:
-        """Lowest policy version among the tokens."""
         return min(span.version for span in self.spans)
 
     @property
     def newest_version(self) -> int:
-        """Highest policy version among the tokens."""
         return max(span.version for span in self.spans)
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of completion tokens that the policy sampled."""
         return sum(span.end - span.start for span in self.spans)
 
     @property

@@ -17,7 +17,6 @@ def request_stop(run_dir: Path) -> None:
 
 
 def is_stop_requested(run_dir: Path) -> bool:
-    """Whether the run is asked to stop."""
     return (run_dir / REQUEST).exists()
 
 

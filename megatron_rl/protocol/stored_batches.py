@@ -131,7 +131,6 @@ def write_state(folder: Path, state: QueueState) -> None:
 
 
 def stored_steps(folder: Path) -> list[int]:
-    """Steps of the stored batches, ascending."""
     names = (_NAME.fullmatch(path.name) for path in folder.glob(f"*{_BATCH}"))
     return sorted(int(match[1]) for match in names if match)
 

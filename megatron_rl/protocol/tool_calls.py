@@ -156,13 +156,16 @@ class ToolCallParser:
         return end + len(self._tags.close) if end >= 0 else len(text)
 
 
+def _schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
+    return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+
+
 def _typed(call: WrittenCall, tools: Sequence[Tool]) -> WrittenCall:
     """The call with the arguments that its texts stand for, by the tool's schema.
 
     A text that does not parse as its type stays a text, and the tool refuses it.
     """
-    offered = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-    properties = offered.get(call.name, {}).get("properties") or {}
+    properties = _schemas(tools).get(call.name, {}).get("properties") or {}
     typed = {key: _value_of(text, properties.get(key)) for key, text in call.arguments.items()}
     return call._replace(arguments=typed)
 
@@ -185,9 +188,7 @@ def _find_fault(call: WrittenCall, earlier: Sequence[ToolCall], tools: Sequence[
     """Why a call cannot be made; "": it can."""
     if nested_beyond(list(call), MAX_DEPTH + 1):
         return f"a call is nested over {MAX_DEPTH} levels"
-    offered: dict[str, Mapping[str, Any]] = {
-        tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools
-    }
+    offered = _schemas(tools)
     name, arguments = call.name, call.arguments
     if not isinstance(name, str) or name not in offered:
         known = ", ".join(offered) or "none"

@@ -291,7 +291,6 @@ class Router(Closing):
                 raise
 
     def close(self) -> None:
-        """Close the socket and its context."""
         self.socket.close()
         self._context.term()
 
@@ -368,6 +367,5 @@ class Dealer(Closing):
         return answer
 
     def close(self) -> None:
-        """Close the socket and its context."""
         self.socket.close()
         self._context.term()

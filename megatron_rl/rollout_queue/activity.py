@@ -54,7 +54,6 @@ class Activity:
         self._first_score: float | None = None
 
     def add_rollout(self, rollout: Rollout) -> None:
-        """A generator returned a completion."""
         self._counts["rollouts_generated"] += 1
         self._counts["tokens"] += rollout.sampled_tokens
 
@@ -83,7 +82,6 @@ class Activity:
         self._evidence.zero_variance_groups += group.has_zero_variance
 
     def add_ungraded(self, reason: str) -> None:
-        """A completion could not be graded."""
         self.add_left_out(reason)
         self._ungraded += 1
 
@@ -92,7 +90,6 @@ class Activity:
         self._counts[f"completions_dropped/{reason}"] += 1
 
     def add_dropped(self, reason: str) -> None:
-        """A training group was dropped."""
         self._counts[f"groups_dropped/{reason}"] += 1
 
     def take_row(

@@ -63,17 +63,13 @@ class BatchStore:
         write_batch(self._folder, shares)
 
 
-def _store_nothing(shares: list[RankBatch]) -> None:
-    """Keep no batch."""
-
-
 Store = Callable[[list[RankBatch]], None]
 
 
 class BatchMaker:
     """Deals one batch at a time, in the caller's thread."""
 
-    def __init__(self, fill: Fill = fill_minibatch, store: Store = _store_nothing) -> None:
+    def __init__(self, fill: Fill = fill_minibatch, store: Store | None = None) -> None:
         """fill: computes the shares of a planned minibatch. store: keeps a dealt batch."""
         self._fill, self._store = fill, store
         self.batch: list[RankBatch] = []
@@ -93,7 +89,8 @@ class BatchMaker:
 
     def _made(self, order: BatchOrder) -> list[RankBatch]:
         shares = deal_batch(order, self._fill)
-        self._store(shares)
+        if self._store is not None:
+            self._store(shares)
         return shares
 
     def _take_dealt(self) -> list[RankBatch] | None:
@@ -114,7 +111,7 @@ class BatchMaker:
 class BatchThread(BatchMaker, Closing):
     """Deals one batch at a time, in a thread."""
 
-    def __init__(self, fill: Fill = fill_minibatch, store: Store = _store_nothing) -> None:
+    def __init__(self, fill: Fill = fill_minibatch, store: Store | None = None) -> None:
         super().__init__(fill, store)
         self._orders: queue.SimpleQueue[BatchOrder | None] = queue.SimpleQueue()
         """None ends the thread."""

@@ -260,7 +260,7 @@ def batch_metrics(step: int, groups: list[Group], dropped: DroppedGroups) -> lis
 
 def sequence_of(group: Group, scored: ScoredRollout) -> TrainSequence:
     """The train sequence of a completion, without advantage, weight and place in the batch."""
-    sequence = _as_sampled(scored, _identity(group, scored))
+    sequence = _as_sampled(group, scored)
     gold = _gold_of(group, scored)
     return sequence if gold is None else _with_gold(sequence, gold)
 
@@ -279,13 +279,7 @@ def _gold_of(group: Group, scored: ScoredRollout) -> GoldAnswer | None:
     return scored.rollout.gold if group.learns_gold and has_gold(scored) else None
 
 
-def _identity(group: Group, scored: ScoredRollout) -> tuple[int, int]:
-    """(group, index) as recorded; (-1, 0) for a rollout of another run."""
-    is_own = group.opened_version != NO_VERSION
-    return (group.number, scored.rollout.index) if is_own else (-1, 0)
-
-
-def _as_sampled(scored: ScoredRollout, identity: tuple[int, int]) -> TrainSequence:
+def _as_sampled(group: Group, scored: ScoredRollout) -> TrainSequence:
     rollout = scored.rollout
     lengths = [span.end - span.start for span in rollout.spans]
     versions = np.repeat(np.array([span.version for span in rollout.spans], np.int32), lengths)
@@ -303,7 +297,8 @@ def _as_sampled(scored: ScoredRollout, identity: tuple[int, int]) -> TrainSequen
         weight=0.0,
         reward=scored.score.reward,
         expert_choices=rollout.expert_choices,
-        rollout=identity,
+        # As recorded, if this run sampled it.
+        rollout=(-1, 0) if group.opened_version == NO_VERSION else (group.number, rollout.index),
     )
 
 

@@ -24,13 +24,13 @@ milliseconds.
 import collections
 import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.tree import QueueConfig
-from megatron_rl.protocol.types import NOT_GRADED, Prompt
+from megatron_rl.protocol.types import NOT_GRADED
 from megatron_rl.rollout_queue.diagnosis import Finding
 from megatron_rl.rollout_queue.drop_reasons import (
     CLASSES_NOT_GRADED,
@@ -76,27 +76,6 @@ class _Counts:
         return self.scored + self.ungradable
 
 
-class _Window:
-    """The last groups of a kind, sorted by the time of their last completion."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._groups: collections.OrderedDict[int, _Counts] = collections.OrderedDict()
-
-    def of(self, group: Group) -> _Counts:
-        """The counts of a group, which becomes the newest."""
-        counts = self._groups.setdefault(group.number, _Counts(group.prompt.id))
-        self._groups.move_to_end(group.number)
-        if len(self._groups) > self._size:
-            self._groups.popitem(last=False)
-        return counts
-
-    @property
-    def groups(self) -> list[_Counts]:
-        """The counts, oldest first."""
-        return list(self._groups.values())
-
-
 class CircuitBreaker:
     """Counts completions with and without a grade, by task and by worker pools."""
 
@@ -110,36 +89,39 @@ class CircuitBreaker:
             for task in reward.all_tasks
         }
         self._environments = reward.environments
-        self._windows: dict[str, _Window] = {}
+        self._windows: dict[str, collections.OrderedDict[int, _Counts]] = {}
+        """By kind: the last groups by number, sorted by the time of their last completion."""
         self._last: dict[str, tuple[ScoreFailure, Path]] = {}
         """By task: the last failure, and the file that records it."""
 
     def note_scored(self, group: Group) -> None:
-        """A completion of a group is scored."""
-        for window in self._windows_of(group.prompt):
-            window.of(group).scored += 1
+        for counts in self._counts_of(group):
+            counts.scored += 1
 
     def note_failed(self, failure: ScoreFailure, record: Path) -> None:
         """A completion cannot be graded; `record` is its file. Raises TooManyFailures."""
-        group = failure.group
-        self._last[group.prompt.task] = failure, record
-        for window in self._windows_of(group.prompt):
-            counts = window.of(group)
+        task = failure.group.prompt.task
+        self._last[task] = failure, record
+        for counts in self._counts_of(failure.group):
             if failure.reason == NOT_GRADED:
                 counts.not_graded += 1
             else:
                 counts.ungradable += 1
         if failure.reason != NOT_GRADED:
-            for kind in self._kinds[group.prompt.task]:
+            for kind in self._kinds[task]:
                 self._check(kind, failure, record)
 
-    def _windows_of(self, prompt: Prompt) -> list[_Window]:
-        size = self._config.breaker_window_groups
-        kinds = self._kinds[prompt.task]
-        return [self._windows.setdefault(kind, _Window(size)) for kind in kinds]
+    def _counts_of(self, group: Group) -> Iterator[_Counts]:
+        """The counts of a group in each of its windows, where it becomes the newest."""
+        for kind in self._kinds[group.prompt.task]:
+            window = self._windows.setdefault(kind, collections.OrderedDict())
+            yield window.setdefault(group.number, _Counts(group.prompt.id))
+            window.move_to_end(group.number)
+            if len(window) > self._config.breaker_window_groups:
+                window.popitem(last=False)
 
     def _check(self, kind: str, failure: ScoreFailure, record: Path) -> None:
-        groups = [counts for counts in self._windows[kind].groups if counts.judged]
+        groups = [counts for counts in self._windows[kind].values() if counts.judged]
         failing = [counts for counts in groups if counts.ungradable]
         prompts = len({counts.prompt_id for counts in failing})
         judged = sum(counts.judged for counts in groups)
@@ -208,7 +190,7 @@ class CircuitBreaker:
 
     def _sum_of_task(self, task: str) -> _Counts:
         total = _Counts("")
-        for counts in self._windows[_task_kind(task)].groups:
+        for counts in self._windows[_task_kind(task)].values():
             total.scored += counts.scored
             total.ungradable += counts.ungradable
             total.not_graded += counts.not_graded
@@ -293,7 +275,6 @@ class EngineBreaker:
         return [failed]
 
     def forget(self, name: str) -> None:
-        """Forget a generator that is gone or restarted."""
         self._streaks.pop(name, None)
 
     def are_hopeless(self, names: Iterable[str]) -> bool:
@@ -320,7 +301,6 @@ class FailureCount:
         self._excess = 0
 
     def note_completed(self) -> None:
-        """A group is complete."""
         self._excess = max(0, self._excess - 1)
 
     def note_failed(self, failure: GroupFailure) -> None:

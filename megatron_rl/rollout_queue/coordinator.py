@@ -5,7 +5,7 @@ calls `tick` about once a second. Times are monotonic seconds.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_rl.config.tree import Config
@@ -17,6 +17,7 @@ from megatron_rl.protocol.types import (
     ClassDone,
     GeneratorReady,
     NextBatch,
+    Prompt,
     RolloutDone,
     RolloutFailed,
     SaveState,
@@ -33,8 +34,8 @@ from megatron_rl.rollout_queue.batches import BatchOrder
 from megatron_rl.rollout_queue.circuit_breakers import CircuitBreaker
 from megatron_rl.rollout_queue.evaluation_scheduler import EvaluationScheduler
 from megatron_rl.rollout_queue.faults import limits_of
-from megatron_rl.rollout_queue.group_end import Collecting, DropObservers, GroupEnd
-from megatron_rl.rollout_queue.groups import Group, GroupBook
+from megatron_rl.rollout_queue.group_end import DropObservers, GroupEnd
+from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.peer_rows import GeneratorRows
 from megatron_rl.rollout_queue.presence import Presence
@@ -84,15 +85,14 @@ class Coordinator:
         self._evaluations = EvaluationScheduler(
             config, prompts, recorder=recorder, metrics=metrics, only=evaluate_only
         )
-        self._groups = GroupBook()
-        self._training = None
-        if config.train.steps and not evaluate_only:
-            self._training = TrainingGroups(prompts, config, self._groups)
-        self._collect_groups(prompts)
+        self._training = TrainingGroups(prompts, config)
+        self._groups = self._training.book
+        steps = 0 if evaluate_only else config.train.steps
+        self._collect_groups(prompts, prompts.train if steps else prompts.evaluated)
         self._builder = None
-        if self._training is not None:
+        if steps:
             self._builder = BatchBuilder(config, self._training, self._ends, prompts.held_out)
-        self.requests = BatchRequests(config.train.steps if self._training else 0)
+        self.requests = BatchRequests(steps)
         self._maker = maker or BatchMaker()
         self._states = StateRequests(recorder)
         self.deadline = StallDeadline(config, now)
@@ -106,8 +106,11 @@ class Coordinator:
         self.is_over = False
         """Training and all evaluations are done."""
 
-    def _collect_groups(self, prompts: PromptSets) -> None:
-        """Create the objects that open groups, lease and grade completions, and end groups."""
+    def _collect_groups(self, prompts: PromptSets, opened: Sequence[Sequence[Prompt]]) -> None:
+        """Create the objects that open groups, lease and grade completions, and end groups.
+
+        opened: the prompts whose groups the run opens.
+        """
         config = self._config
         self._activity = Activity(config, prompts)
         self._leases = Leases(config.queue, limits_of(config), config.reward.environments)
@@ -115,19 +118,18 @@ class Coordinator:
             config.queue, self._leases, evaluations=self._evaluations, training=self._training
         )
         self._scoring = Scoring(config.queue, config.reward)
-        opened = prompts.train if self._training is not None else prompts.evaluated
         self._breaker = CircuitBreaker(config.queue, config.reward, prompts=sum(map(len, opened)))
         self._ends = GroupEnd(
-            config,
-            Collecting(self._leases, self._scoring, self._groups),
+            self._training,
+            self._leases,
+            self._scoring,
             evaluations=self._evaluations,
-            training=self._training,
             observers=DropObservers(self._recorder, self._activity, self._breaker),
         )
 
     def resume(self, state: QueueState) -> None:
         """Resume after a saved step; call before the first message. Raises InputError."""
-        assert self._training is not None and self._builder is not None
+        assert self._builder is not None
         self._training.restore(state)
         self.requests.resume_at(state.step)
         self._recorder.resume_at(state.step)
@@ -157,7 +159,9 @@ class Coordinator:
             case VerifierReady():
                 self._scoring.announce(peer, message, now)
             case ScoreDone():
-                self._on_score(peer, message, now)
+                if (found := self._scoring.take_score(peer, message, now)) is not None:
+                    self.deadline.note_progress(now)
+                    self._add_scored(*found, now)
             case ClassDone():
                 if (group := self._scoring.take_classes(peer, message, now)) is not None:
                     self.deadline.note_progress(now)
@@ -185,11 +189,6 @@ class Coordinator:
             self._scoring.submit(group, done.rollout)
         else:
             self._add_scored(group, ScoredRollout(done.rollout, score), now)
-
-    def _on_score(self, peer: str, done: ScoreDone, now: float) -> None:
-        if (found := self._scoring.take_score(peer, done, now)) is not None:
-            self.deadline.note_progress(now)
-            self._add_scored(*found, now)
 
     def _add_scored(self, group: Group, scored: ScoredRollout, now: float) -> None:
         self._breaker.note_scored(group)
@@ -229,7 +228,7 @@ class Coordinator:
             return
         self.deadline.note_progress(now)
         # A run that resumes from this state would lose the groups of a later batch.
-        if self._training is None or built != asked.step:
+        if self._builder is None or built != asked.step:
             raise WireError(f"{peer} saves step {asked.step}, but {built} batches are built")
         state = self._training.state(asked.step, groups_opened=self._opener.count)
         self._states.put(peer, self._evaluations.add_to(state))
@@ -308,12 +307,11 @@ class Coordinator:
 
     @property
     def is_dealing(self) -> bool:
-        """Whether a batch is being dealt."""
         return self._maker.is_busy
 
     def stop_training(self) -> None:
         """Build no further batch and lease no further completion; nothing after the last batch."""
-        if self._training is not None and self._finished_at is None:
+        if self._builder is not None and self._finished_at is None:
             self.requests.stop()
 
     def _next_lease(self, now: float) -> Outgoing | None:
@@ -326,7 +324,6 @@ class Coordinator:
         return Outgoing(PROMPTS, *issued) if issued else None
 
     def write_counts(self, values: dict[str, float]) -> None:
-        """Write a row of the server's counts."""
         self._metrics.write(0, values)
 
     def relaunch(self, now: float) -> None:
@@ -337,7 +334,6 @@ class Coordinator:
         self.deadline.await_trainer()
 
     def expect_trainer(self, now: float) -> None:
-        """Supervised training, if any, is over."""
         self.deadline.expect_trainer(now)
 
     # --- deadlines and end ----------------------------------------------------------------------
@@ -354,7 +350,6 @@ class Coordinator:
             self._judged_at = now
             self._leases.expire(now)
             self._scoring.expire(now)
-        self._ends.stop_grading_overdue(now)
         self._activity.trouble = self._breaker.find_trouble()
         self._write_rows(now, in_flight=self._leases.outstanding)
         if row := self._presence.take_row():
@@ -384,10 +379,7 @@ class Coordinator:
         self.is_over = self.requests.is_dismissed or is_late or bool(self._evaluate_only)
 
     def describe(self, now: float) -> str:
-        """One line about the state of the queue."""
-        wanted = self._config.sampled_groups
-        if self._training is not None:
-            wanted = self._training.schedule.at(self.requests.built_steps).sampled_groups
+        wanted = self._training.schedule.at(self.requests.built_steps).sampled_groups
         parts = [
             f"version {self._synced} synced",
             f"{self._groups.untaken - self._groups.complete} groups open, {self._groups.complete} "

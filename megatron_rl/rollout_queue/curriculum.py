@@ -33,11 +33,6 @@ class Visit(NamedTuple):
     size: int
     """Completions of the group."""
 
-    @property
-    def is_solved(self) -> bool:
-        """Whether all completions were right; a completion without a score is not right."""
-        return self.right == self.size
-
 
 class Curriculum:
     """Statistics of each prompt, which decide whether it is drawn."""
@@ -70,8 +65,8 @@ class Curriculum:
     # --- drawing --------------------------------------------------------------------------------
 
     def __call__(self, prompt: Prompt) -> bool:
-        """Whether a prompt may be drawn now."""
-        return self._is_active(prompt.id)
+        known = self._visits.get(prompt.id, _UNVISITED)
+        return self._is_admitted(prompt.id) and not known.is_retired
 
     def count(self, source: int) -> int:
         """Number of prompts of a source that may be drawn now."""
@@ -104,10 +99,6 @@ class Curriculum:
     def _has_room(self, weights: Sequence[float]) -> bool:
         return any(w and count for w, count in zip(weights, self._counts, strict=True))
 
-    def _is_active(self, prompt_id: str) -> bool:
-        known = self._visits.get(prompt_id, _UNVISITED)
-        return self._is_admitted(prompt_id) and not known.is_retired
-
     def _is_admitted(self, prompt_id: str) -> bool:
         band = self._band_of[prompt_id]
         return band != _NEVER and band < self._admitted
@@ -126,7 +117,8 @@ class Curriculum:
 
     def _note(self, visit: Visit) -> None:
         known = self._visits.get(visit.prompt_id, _UNVISITED)
-        solved = known.solved + 1 if visit.is_solved else 0
+        # A completion without a score is not right.
+        solved = known.solved + 1 if visit.right == visit.size else 0
         # A prompt stays retired when groups that were open before end later.
         is_done = known.is_retired or 0 < self._config.retire_after <= solved
         if is_done and not known.is_retired and self._is_admitted(visit.prompt_id):
@@ -151,7 +143,6 @@ class Curriculum:
     # --- state ----------------------------------------------------------------------------------
 
     def metrics(self) -> list[Metric]:
-        """Metrics for the row of a batch."""
         retired = sum(known.is_retired for known in self._visits.values())
         counts = {
             "prompts_active": sum(self._counts),

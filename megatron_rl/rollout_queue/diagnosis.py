@@ -128,7 +128,8 @@ def diagnose(
     is_refused = refused.total() == total >= least
     if is_refused or (all_zero_variance and refused.total() >= _MOSTLY * total):
         return _format_failure(evidence, refused, setting)
-    correct, wrong = evidence.training["correct"], _wrong(evidence.training).total()
+    correct = evidence.training["correct"]
+    wrong = training - correct - _only(evidence.training, REFUSALS).total()
     if not all_zero_variance:
         # Groups whose completions are all right or all wrong will have zero variance.
         is_uniform = training in (correct, wrong)
@@ -150,10 +151,6 @@ def reasons_text(reasons: collections.Counter[str], limit: int = 4) -> str:
 
 def _only(reasons: collections.Counter[str], names: frozenset[str]) -> collections.Counter[str]:
     return collections.Counter({name: n for name, n in reasons.items() if name in names and n})
-
-
-def _wrong(reasons: collections.Counter[str]) -> collections.Counter[str]:
-    return _only(reasons, frozenset(reasons) - REFUSALS - {"correct"})
 
 
 def _format_failure(

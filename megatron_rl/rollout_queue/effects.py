@@ -59,7 +59,6 @@ class LedgerMaker(BatchMaker):
             self._maker.put(self._order)
 
     def look(self) -> bool:
-        """As `BatchMaker.look`."""
         if self._maker is not None:
             self.has_dealt = self.is_busy and self._maker.look()
             if self.has_dealt:
@@ -89,7 +88,6 @@ class LedgerWriter:
         self._writer: RecordFiles | RecordThread | None = writer
         self._jobs_limit = writer.jobs
         self.put = 0
-        """Number of jobs so far."""
         self.written = 0
         """Number of jobs that the last look found on the disk."""
         self._base = 0
@@ -117,12 +115,10 @@ class LedgerWriter:
             self._writer.write(job)
 
     def look(self) -> None:
-        """Note which jobs are on the disk."""
         assert self._writer is not None
         self.note_written(self._base + self._writer.written)
 
     def note_written(self, written: int) -> None:
-        """Note that this number of jobs is on the disk."""
         while self.written < written:
             job = self._waiting.popleft()
             self._lines[job.stem] *= not job.is_first
@@ -131,11 +127,9 @@ class LedgerWriter:
 
     @property
     def is_full(self) -> bool:
-        """As `RecordThread.is_full`."""
         return self.put - self.written > self._jobs_limit
 
     def check(self) -> None:
-        """As `RecordThread.check`."""
         if self._writer is not None:
             self._writer.check()
 

@@ -49,12 +49,10 @@ class EvaluationSet:
 
     @property
     def completions(self) -> int:
-        """Completions of all prompts."""
         return len(self.prompts) * self.samples
 
     @property
     def described(self) -> str:
-        """Number and kind of prompts."""
         count = len(self.prompts)
         return (
             f"{count} prompts of the set {self.name}" if self.name else f"{count} held-out prompts"

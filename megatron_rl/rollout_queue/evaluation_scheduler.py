@@ -138,7 +138,6 @@ class EvaluationScheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no evaluation runs or is due."""
         return self.running is None and not self._due
 
     @property
@@ -201,7 +200,6 @@ class EvaluationScheduler:
         self._has_later_version = not self.is_idle
 
     def note_evaluators(self, leases: Leases) -> None:
-        """Update the state of the evaluators, if any."""
         # Called for every message, so it skips the list of thousands of generators when it can.
         if self.evaluators.names:
             self.evaluators.note(leases.peers)
@@ -291,7 +289,6 @@ class EvaluationScheduler:
         return self.running
 
     def is_overdue(self, now: float) -> bool:
-        """Whether the running evaluation exceeds its timeout."""
         running = self.running
         if running is None or running.is_complete or self._paused_at is not None:
             return False
@@ -299,7 +296,6 @@ class EvaluationScheduler:
 
     @property
     def overdue_text(self) -> str:
-        """The reason why an overdue evaluation ends."""
         return f"expert.eval.timeout_s = {self._config.timeout_s:.0f} is over"
 
     def note_late(self, state: str) -> None:

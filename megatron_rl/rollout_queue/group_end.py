@@ -19,10 +19,9 @@ import logging
 import math
 from typing import NamedTuple
 
-from megatron_rl.config.tree import Config, QueueConfig
+from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import ScoredRollout
 from megatron_rl.rollout_queue.activity import Activity
-from megatron_rl.rollout_queue.answer_classes import find_without_asking
 from megatron_rl.rollout_queue.circuit_breakers import CircuitBreaker, FailureCount
 from megatron_rl.rollout_queue.drop_reasons import (
     CLASSES_NOT_GRADED,
@@ -36,24 +35,17 @@ from megatron_rl.rollout_queue.drop_reasons import (
     ScoreFailure,
 )
 from megatron_rl.rollout_queue.evaluation_scheduler import EvaluationScheduler
-from megatron_rl.rollout_queue.groups import DroppedGroups, Group, GroupBook, has_gold
+from megatron_rl.rollout_queue.groups import DroppedGroups, Group, has_gold
 from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.record import Recorder
-from megatron_rl.rollout_queue.scoring import Scoring
+from megatron_rl.rollout_queue.scoring import Scoring, find_without_asking
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
 
 log = logging.getLogger(__name__)
 
 _MIN_TO_COMPARE = 2
 """Advantages compare at least two rewards."""
-
-
-class Collecting(NamedTuple):
-    """The objects that have open groups and their completions."""
-
-    leases: Leases
-    scoring: Scoring
-    book: GroupBook
+_NO_CLASSES = (CLASSES_UNGRADABLE, CLASSES_NOT_GRADED)
 
 
 class DropObservers(NamedTuple):
@@ -69,19 +61,19 @@ class GroupEnd:
 
     def __init__(
         self,
-        config: Config,
-        collecting: Collecting,
+        training: TrainingGroups,
+        leases: Leases,
+        scoring: Scoring,
         *,
         evaluations: EvaluationScheduler,
-        training: TrainingGroups | None,
         observers: DropObservers,
     ) -> None:
-        self._config = config
-        self._leases, self._scoring, self._book = collecting
+        self._config = training.config
+        self._leases, self._scoring = leases, scoring
         self._evaluations = evaluations
-        self._training = training
+        self._training, self._book = training, training.book
         self._recorder, self._activity, self._breaker = observers
-        self._failed = FailureCount(config.queue.max_failed_groups)
+        self._failed = FailureCount(self._config.queue.max_failed_groups)
 
     # --- complete groups ------------------------------------------------------------------------
 
@@ -137,7 +129,6 @@ class GroupEnd:
     def take_batch(self, step: int) -> tuple[list[Group], DroppedGroups] | None:
         """Groups of the batch of a step, and what was dropped; None if groups are missing."""
         training = self._training
-        assert training is not None
         # Called after every message, so the common case (groups are missing) is cheap.
         ready = self._book.ready_of(training.schedule.stage_at(step))
         if ready < training.schedule.at(step).sampled_groups:
@@ -155,24 +146,31 @@ class GroupEnd:
         """Release a training group that is not trained on, and count the reason."""
         assert reason in GROUP_REASONS, reason
         self._book.drop(group, reason)
-        if self._training is not None:
-            self._training.note_dropped(group)
+        self._training.note_dropped(group)
         self._recorder.write_dropped(group, reason)
         self._activity.add_dropped(reason)
 
     def drop_failed(self) -> None:
         """Drop failed groups and completions, each under its reason. Raises TooManyFailures."""
-        for failure in self._leases.pop_failures() + self._scoring.pop_class_failures():
+        failures = self._leases.pop_failures() + self._scoring.pop_failures()
+        # Groups first: a completion of a dropped group is not replaced.
+        for failure in sorted(failures, key=lambda one: isinstance(one, ScoreFailure)):
             if failure.group.is_abandoned:
                 continue
-            if failure.group.evaluation and _lacks_classes_alone(failure):
-                self.close(failure.group)
-                continue
-            self._drop_group(failure)
-            self._failed.note_failed(failure)
-        for lost in self._scoring.pop_failures() + self._leases.pop_lost():
-            if not lost.group.is_abandoned:
-                self._drop_completion(lost)
+            if isinstance(failure, ScoreFailure):
+                self._drop_completion(failure)
+            elif failure.group.evaluation and failure.reason in _NO_CLASSES:
+                self._close_without_vote(failure)
+            else:
+                self._drop_group(failure)
+                self._failed.note_failed(failure)
+
+    def _close_without_vote(self, failure: GroupFailure) -> None:
+        """End an evaluation group that lacks only classes."""
+        group, reason = failure.group, failure.reason
+        log.warning("no vote on prompt %r, %s: %r", group.prompt.id, reason, failure.detail)
+        group.needs_classes = False
+        self.close(group)
 
     def _drop_group(self, failure: GroupFailure) -> None:
         group, reason = failure.group, failure.reason
@@ -198,13 +196,18 @@ class GroupEnd:
             self._evaluations.running_of(group).not_graded += 1
         else:
             self._book.count_left_out(failure.reason)
-            if not failure.is_late and may_replace(group, index, queue):
+            # A greedy completion would be the same again.
+            may_draw = group.sampling.temperature > 0 and not failure.is_late
+            if may_draw and group.replacements[index] < queue.max_replacements:
                 group.replacements[index] += 1
                 self._leases.replace(group, index)
                 return
         group.lost[index] = failure.reason
         if group.size - len(group.lost) < least_members(group, queue):
-            self._drop_group(too_small(group, failure.detail))
+            lost = collections.Counter(group.lost.values())
+            why = f"{len(group.lost)} of {group.size} completions could not be graded"
+            worst = lost.most_common(1)[0][0]
+            self._drop_group(GroupFailure(group, worst, f"{why}; last: {failure.detail}"))
         elif group.is_scored:
             self.close(group)
 
@@ -238,19 +241,17 @@ class GroupEnd:
         self._evaluations.advance(synced, now, leases=self._leases)
 
     def end_overdue_evaluation(self, now: float, state: str) -> None:
-        """End an overdue evaluation without its missing groups.
+        """End an overdue evaluation without its missing grades, then without its missing groups.
 
         Raises DeadlineExceeded, with the state of the queue, in an evaluation-only run.
         """
+        if not self._evaluations.is_overdue(now):
+            return
+        self._scoring.give_up_evaluation(self._evaluations.overdue_text)
+        self.drop_failed()
         if self._evaluations.is_overdue(now):
             self._evaluations.note_late(state)
             self._give_up_evaluation(EVALUATION_LATE)
-
-    def stop_grading_overdue(self, now: float) -> None:
-        """Drop the completions of an overdue evaluation that lack only grades."""
-        if self._evaluations.is_overdue(now):
-            self._scoring.give_up_evaluation(self._evaluations.overdue_text)
-            self.drop_failed()
 
     def _give_up_evaluation(self, reason: str) -> None:
         for group in self._leases.pop_evaluation():
@@ -259,32 +260,8 @@ class GroupEnd:
         self._evaluations.running.lose_unopened()
 
 
-def may_replace(group: Group, index: int, config: QueueConfig) -> bool:
-    """Whether to generate a replacement for a training completion that cannot be graded."""
-    # A greedy completion would be the same again.
-    is_drawn = group.sampling.temperature > 0
-    return is_drawn and group.replacements[index] < config.max_replacements
-
-
 def least_members(group: Group, config: QueueConfig) -> int:
     """Minimum scored completions of a group that is used."""
     if group.evaluation:
         return 1
     return max(_MIN_TO_COMPARE, math.ceil(config.min_group_share * group.size))
-
-
-def too_small(group: Group, detail: str) -> GroupFailure:
-    """The failure of a group with too few gradable completions."""
-    reasons = collections.Counter(group.lost.values())
-    text = f"{len(group.lost)} of {group.size} completions could not be graded; last: {detail}"
-    return GroupFailure(group, reasons.most_common(1)[0][0], text)
-
-
-def _lacks_classes_alone(failure: GroupFailure) -> bool:
-    """Whether an evaluation group lacks only classes: it is used without a vote."""
-    if failure.reason not in (CLASSES_UNGRADABLE, CLASSES_NOT_GRADED):
-        return False
-    group = failure.group
-    log.warning("no vote on prompt %r, %s: %r", group.prompt.id, failure.reason, failure.detail)
-    group.needs_classes = False
-    return True

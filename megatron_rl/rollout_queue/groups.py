@@ -30,7 +30,6 @@ class RolloutTally:
         self.add(rollouts)
 
     def add(self, rollouts: Iterable[ScoredRollout]) -> None:
-        """Count rollouts in."""
         for scored in rollouts:
             rollout, score = scored.rollout, scored.score
             self.count += 1
@@ -49,7 +48,6 @@ class RolloutTally:
                 self._sums["wait_s"] += rollout.environment_s
 
     def fold(self, other: "RolloutTally") -> None:
-        """Add another tally."""
         self.count += other.count
         self._conversations += other._conversations
         self._sums.update(other._sums)
@@ -152,7 +150,6 @@ class Group:
 
     @property
     def is_scored(self) -> bool:
-        """Whether every rollout is scored or lost."""
         return len(self.scored) + len(self.lost) == self.size
 
     @property
@@ -170,12 +167,10 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """Rewards by index."""
         return [scored.score.reward for scored in self.ordered]
 
     @property
     def ordered(self) -> list[ScoredRollout]:
-        """Scored rollouts by index."""
         return [self.scored[index] for index in sorted(self.scored)]
 
 
@@ -207,7 +202,6 @@ class DroppedGroups:
         return total
 
     def add(self, group: Group, reason: str) -> None:
-        """Count a group in."""
         self.tallies[group.number] = RolloutTally(group.ordered)
         self.reasons[reason] += 1
         self.unfinished.append(unfinished_of(group))
@@ -220,10 +214,8 @@ class GroupBook:
         self._untaken: dict[int, Group] = {}
         self._untaken_of: Counter[int] = Counter()
         """By stage."""
-        self._ready: set[int] = set()
-        """Numbers of the groups that wait only for a batch."""
-        self._ready_of: Counter[int] = Counter()
-        """By stage."""
+        self._ready: collections.defaultdict[int, set[int]] = collections.defaultdict(set)
+        """By stage: numbers of the groups that wait only for a batch."""
         self._in_training: Counter[tuple[int, int]] = Counter()
         """Groups by the step that trains on them, and their stage."""
         self._dropped = DroppedGroups()
@@ -235,23 +227,17 @@ class GroupBook:
         return len(self._untaken)
 
     def untaken_of(self, stage: int) -> int:
-        """Number of groups of a stage that are in no batch yet."""
         return self._untaken_of[stage]
 
     def ready_of(self, stage: int) -> int:
         """Number of groups of a stage that wait only for a batch."""
-        return self._ready_of[stage]
+        return len(self._ready[stage])
 
     def note_ready(self, group: Group) -> None:
         """A group is complete and will be trained on."""
-        assert group.number in self._untaken and group.number not in self._ready
-        self._ready.add(group.number)
-        self._ready_of[group.stage] += 1
-
-    @property
-    def untrained(self) -> int:
-        """Number of groups that count against the admission bound."""
-        return len(self._untaken) + self._in_training.total()
+        ready = self._ready[group.stage]
+        assert group.number in self._untaken and group.number not in ready
+        ready.add(group.number)
 
     def untrained_of(self, stage: int) -> int:
         """Number of groups of a stage that count against the admission bound."""
@@ -260,20 +246,16 @@ class GroupBook:
 
     @property
     def complete(self) -> int:
-        """Number of complete groups in no batch."""
         return sum(group.is_complete for group in self._untaken.values())
 
     def open(self, group: Group) -> None:
-        """Add a new group."""
         self._untaken[group.number] = group
         self._untaken_of[group.stage] += 1
 
     def _pop(self, number: int) -> Group:
         group = self._untaken.pop(number)
         self._untaken_of[group.stage] -= 1
-        if number in self._ready:
-            self._ready.remove(number)
-            self._ready_of[group.stage] -= 1
+        self._ready[group.stage].discard(number)
         return group
 
     def drop(self, group: Group, reason: str) -> None:
@@ -283,7 +265,6 @@ class GroupBook:
         self._dropped.add(group, reason)
 
     def count_left_out(self, reason: str) -> None:
-        """Count a dropped completion."""
         self._dropped.completions[reason] += 1
 
     def candidates(self, stage: int = 0) -> list[UntrainedGroup]:

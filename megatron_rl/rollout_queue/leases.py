@@ -64,8 +64,7 @@ class Leases:
         self._waiting = UnleasedGroups()
         self._next_id = 0
         self._cancels: list[tuple[str, Cancel]] = []
-        self._failures: list[GroupFailure] = []
-        self._lost: list[ScoreFailure] = []
+        self._failures: list[GroupFailure | ScoreFailure] = []
         self.late_rollouts = 0
         """Rollouts that arrived after the queue gave up their lease."""
 
@@ -98,13 +97,11 @@ class Leases:
         self._withdraw(lost, f"a message of it was lost between {name} and the queue")
 
     def add(self, group: Group) -> None:
-        """Queue all completions of a group."""
         pending = PendingGroup(group, list(range(group.size)), group.size)
         self._groups[group.number] = pending
         self._waiting.add(pending)
 
     def can_take(self, rules: LeaseRules, *, is_evaluation: bool) -> bool:
-        """Whether an eligible generator has room for a completion."""
         return self._eligible(rules, is_evaluation=is_evaluation).has_room
 
     def _eligible(self, rules: LeaseRules, *, is_evaluation: bool) -> PeerSelection:
@@ -113,9 +110,6 @@ class Leases:
             rules.oldest_version(is_evaluation=is_evaluation),
             is_evaluator=is_evaluation if rules.evaluators else None,
         )
-
-    def _all_eligible(self, rules: LeaseRules) -> Eligible:
-        return Eligible(*(self._eligible(rules, is_evaluation=asked) for asked in (False, True)))
 
     def issue(
         self, rules: LeaseRules, open_group: Callable[[], Group | None], now: float
@@ -131,7 +125,7 @@ class Leases:
             self._generators.limit(name, limit)
         if not self._generators.select().has_room:
             return None
-        eligible = self._all_eligible(rules)
+        eligible = Eligible(*(self._eligible(rules, is_evaluation=one) for one in (False, True)))
         choice = self._waiting.choose(rules, eligible, anywhere=False)
         if choice is None and (group := open_group()) is not None:
             self.add(group)
@@ -208,7 +202,7 @@ class Leases:
         tries = pending.attempts[failure.index]
         if failure.fault == "environment" and tries >= self._config.max_attempts:
             group = self._note_returned(lease, failure.index, now)
-            self._lost.append(lost_conversation(group, failure, tries))
+            self._failures.append(lost_conversation(group, failure, tries))
             return
         self._waiting.avoid(pending, name)
         self._last_failure = f"{name} failed: {failure.reason}"
@@ -260,7 +254,6 @@ class Leases:
         return not held
 
     def drop_generator(self, name: str) -> None:
-        """Forget a generator that cannot be reached."""
         self._lose(self._generators.drop(name), f"generator {name} is gone")
 
     def _return(self, name: str, lease_id: int, index: int, now: float) -> OpenLease | None:
@@ -322,7 +315,6 @@ class Leases:
         self._put_back(pending, [index])
 
     def cancel(self, group: Group) -> None:
-        """Forget a group and cancel its leases."""
         pending = self._groups.pop(group.number, None)
         if pending is None:
             return
@@ -348,19 +340,13 @@ class Leases:
             self._cancels.append((lease.generator, Cancel(lease_id)))
 
     def pop_cancels(self) -> list[tuple[str, Cancel]]:
-        """Cancels for generators since the last call."""
         cancels, self._cancels = self._cancels, []
         return cancels
 
-    def pop_failures(self) -> list[GroupFailure]:
-        """Groups that failed since the last call."""
+    def pop_failures(self) -> list[GroupFailure | ScoreFailure]:
+        """Groups, and completions of environments, that failed since the last call."""
         failures, self._failures = self._failures, []
         return failures
-
-    def pop_lost(self) -> list[ScoreFailure]:
-        """Completions whose environments failed too often, since the last call."""
-        lost, self._lost = self._lost, []
-        return lost
 
     @property
     def outstanding(self) -> int:
@@ -369,7 +355,6 @@ class Leases:
 
     @property
     def waiting(self) -> int:
-        """Number of completions that wait for a lease."""
         return self._waiting.completions
 
     @property
@@ -379,12 +364,10 @@ class Leases:
 
     @property
     def generators(self) -> list[str]:
-        """Names of the live generators."""
         return self._generators.names
 
     @property
     def peers(self) -> list[Peer]:
-        """The live generators."""
         return self._generators.all
 
     @property

@@ -128,22 +128,18 @@ class Ledger(Closing):
         self._coordinator.handle(endpoint, peer, message, now)
 
     def lose(self, endpoint: str, peer: str) -> None:
-        """As `Coordinator.lose`."""
         self._add(Unreachable(endpoint, peer))
         self._coordinator.lose(endpoint, peer)
 
     def tick(self, now: float, *, has_heard_all: bool = True) -> None:
-        """As `Coordinator.tick`."""
         self._add(Ticked(now, has_heard_all, self._unix_s.present_offset_s))
         self._coordinator.tick(now, has_heard_all=has_heard_all)
 
     def stop_training(self) -> None:
-        """As `Coordinator.stop_training`."""
         self._add(StopAsked())
         self._coordinator.stop_training()
 
     def expect_trainer(self, now: float) -> None:
-        """As `Coordinator.expect_trainer`."""
         self._add(TrainerExpected(now))
         self._coordinator.expect_trainer(now)
 
@@ -153,7 +149,6 @@ class Ledger(Closing):
         self._coordinator.relaunch(now)
 
     def write_counts(self, values: dict[str, float]) -> None:
-        """Write a row of the server's counts."""
         self._add(Counted(values))
         self._parts.metrics.write(0, values)
 
@@ -195,17 +190,14 @@ class Ledger(Closing):
 
     @property
     def is_over(self) -> bool:
-        """As `Coordinator.is_over`."""
         return self._coordinator.is_over
 
     @property
     def is_dealing(self) -> bool:
-        """As `Coordinator.is_dealing`."""
         return self._coordinator.is_dealing
 
     @property
     def peers(self) -> set[tuple[str, str]]:
-        """As `Coordinator.peers`."""
         return self._coordinator.peers
 
     # --- segments -------------------------------------------------------------------------------
@@ -262,7 +254,6 @@ class Ledger(Closing):
         remove_segments(self._folder)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

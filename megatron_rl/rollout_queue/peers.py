@@ -7,6 +7,7 @@ and did not get back. An index finds the peer with most room among thousands.
 import bisect
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -53,7 +54,6 @@ class PeerSelection:
 
     @property
     def has_room(self) -> bool:
-        """Whether a selected peer has room."""
         return any(one.entries for one in self._classes)
 
     def has_other(self, avoided: Collection[str]) -> bool:
@@ -76,12 +76,10 @@ class PeerSelection:
         return None if first is None else first.name
 
     def with_room(self, names: Iterable[str]) -> set[str]:
-        """The names of selected peers with room."""
         wanted = set(names)
         return set().union(*(wanted & one.roomy for one in self._classes))
 
     def missing(self, names: Iterable[str]) -> set[str]:
-        """The names that are not selected."""
         return set(names).difference(*(one.names for one in self._classes))
 
 
@@ -106,7 +104,6 @@ class _RoomIndex:
             bisect.insort(mine.entries, entry)
 
     def remove(self, name: str) -> None:
-        """Forget a peer, if it is known."""
         if name not in self._known:
             return
         key, entry = self._known.pop(name)
@@ -149,6 +146,10 @@ class Peer:
     """Maximum number of items, if lower than the capacity."""
     fenced_at: float | None = None
     """Time since when a generator has no weights; None: it has weights."""
+    pools: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Capacity of a verifier by worker pool."""
+    busy: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Requests of a verifier by worker pool."""
 
     @property
     def room(self) -> int:
@@ -219,7 +220,6 @@ class Peers:
             self._update(peer)
 
     def hear(self, name: str, now: float) -> None:
-        """Note that a peer sent something."""
         if name in self._peers:
             self._peers[name].heard_at = now
 
@@ -264,11 +264,6 @@ class Peers:
         """Peers with at least that version. is_evaluator: only evaluators, or only others."""
         return self._index.select(min_version, is_evaluator)
 
-    @property
-    def rooms(self) -> dict[str, int]:
-        """Free room of each peer."""
-        return {peer.name: peer.room for peer in self._peers.values()}
-
     def hand_out(self, name: str, item_id: int, items: int) -> None:
         """Count the items of a new id against a peer's room."""
         peer = self._peers[name]
@@ -277,7 +272,6 @@ class Peers:
         self._update(peer)
 
     def give_back(self, name: str, item_id: int, items: int = 1) -> None:
-        """Free the room of items of one id."""
         peer = self._peers.get(name)
         if peer is None or item_id not in peer.handed_out:
             return
@@ -289,13 +283,7 @@ class Peers:
         self._update(peer)
 
     @property
-    def outstanding(self) -> int:
-        """Number of items handed out to all peers and not returned."""
-        return sum(peer.outstanding for peer in self._peers.values())
-
-    @property
     def names(self) -> list[str]:
-        """Names of the live peers."""
         return list(self._peers)
 
     def describe(self, now: float) -> str:
@@ -309,91 +297,62 @@ class Peers:
         )
 
 
-class Verifiers:
+class Verifiers(Peers):
     """The live verifiers and their requests.
 
-    A request takes room in every worker pool that its steps may need, as the verifier counts. So a
-    request is in several tables, but each method returns it once.
+    A request takes room in every worker pool that its steps may need, as the verifier counts.
     """
 
     def __init__(self) -> None:
-        self._pools = {pool: Peers("verifier") for pool in WORKER_POOLS}
+        super().__init__("verifier")
 
-    def announce(self, name: str, ready: VerifierReady, now: float) -> list[int]:
+    def note_ready(self, name: str, ready: VerifierReady, now: float) -> list[int]:
         """Update a verifier's state; returns the requests that an earlier session lost.
 
         Raises WireError for an unknown worker pool.
         """
-        if unknown := sorted(ready.capacity.keys() - self._pools.keys()):
+        if unknown := sorted(ready.capacity.keys() - set(WORKER_POOLS)):
             raise WireError(
-                f"{name} grades in worker pools {unknown}; there are {sorted(self._pools)}"
+                f"{name} grades in worker pools {unknown}; there are {sorted(WORKER_POOLS)}"
             )
-        return _unique(
-            self._pools[pool].announce(
-                name, capacity=capacity, session=ready.session, version=-1, now=now
-            )
-            for pool, capacity in ready.capacity.items()
-        )
+        total = sum(ready.capacity.values())
+        lost = self.announce(name, capacity=total, session=ready.session, version=-1, now=now)
+        self._peers[name].pools |= ready.capacity
+        return lost
 
-    def find_lost(self, name: str, reported: Collection[int], now: float) -> list[int]:
-        """Requests that were lost on the way to a verifier, as `Peers.find_lost`."""
-        tables = (peers for peers in self._pools.values() if name in peers)
-        return _unique(peers.find_lost(name, reported, now) for peers in tables)
-
-    def find_room(self, pools: Collection[str], failed: frozenset[str] = frozenset()) -> str | None:
+    def find_room(self, pools: frozenset[str], failed: frozenset[str] = frozenset()) -> str | None:
         """The verifier with most room for a request that needs these pools; None when all are full.
 
         failed: verifiers that failed the request before. They are skipped, if another verifier has
         all these worker pools.
         """
-        if len(pools) == 1 and not failed:
-            return self._pools[next(iter(pools))].select().find_roomiest()
-        # Sorted: the order of a set differs between processes, and decides among equals.
-        rooms = [self._pools[pool].rooms for pool in sorted(pools)]
-        everywhere = set.intersection(*map(set, rooms))
         # The fullest worker pool decides how much room a verifier has.
-        by_name = {n: min(room[n] for room in rooms) for n in rooms[0] if n in everywhere}
-        by_name = {n: room for n, room in by_name.items() if n not in failed} or by_name
-        name = max(by_name, key=by_name.__getitem__, default=None)
-        return name if name is not None and by_name[name] > 0 else None
+        rooms = {
+            peer.name: min(peer.pools[pool] - peer.busy[pool] for pool in pools)
+            for peer in self._peers.values()
+            if pools <= peer.pools.keys()
+        }
+        rooms = {name: room for name, room in rooms.items() if name not in failed} or rooms
+        name = max(rooms, key=rooms.__getitem__, default=None)
+        return name if name is not None and rooms[name] > 0 else None
 
-    def hand_out(self, name: str, request_id: int, pools: Iterable[str]) -> None:
-        """Count a request against a verifier's room."""
-        for pool in pools:
-            self._pools[pool].hand_out(name, request_id, 1)
+    def take(self, name: str, request_id: int, pools: frozenset[str]) -> None:
+        self.hand_out(name, request_id, 1)
+        self._peers[name].busy.update(pools)
 
-    def give_back(self, name: str, request_id: int) -> None:
-        """Free the room of a request."""
-        for peers in self._pools.values():
-            peers.give_back(name, request_id)
-
-    def hear(self, name: str, now: float) -> None:
-        """Note that a verifier sent something."""
-        for peers in self._pools.values():
-            peers.hear(name, now)
-
-    def drop(self, name: str) -> list[int]:
-        """Forget a verifier that is gone; returns its requests."""
-        return _unique(peers.drop(name) for peers in self._pools.values())
-
-    def drop_silent(self, now: float, timeout_s: float) -> list[int]:
-        """Forget the verifiers that were silent for too long; returns their requests."""
-        return _unique(peers.drop_silent(now, timeout_s) for peers in self._pools.values())
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the live verifiers."""
-        return list(dict.fromkeys(n for peers in self._pools.values() for n in peers.names))
+    def free(self, name: str, request_id: int, pools: frozenset[str]) -> None:
+        peer = self._peers.get(name)
+        if peer is not None and request_id in peer.handed_out:
+            self.give_back(name, request_id)
+            peer.busy.subtract(pools)
 
     def describe(self, now: float) -> str:
         """Each worker pool with work and its verifiers; if none has work, all verifiers."""
         busy = ", ".join(
-            f"{pool}: {peers.describe(now)}"
-            for pool, peers in self._pools.items()
-            if peers.outstanding
+            f"{pool}: {peer.name} ({peer.busy[pool]}/{peer.pools[pool]} busy, "
+            f"heard {now - peer.heard_at:.1f} s ago)"
+            for pool in WORKER_POOLS
+            for peer in self._peers.values()
+            if peer.busy[pool]
         )
         return busy or ", ".join(self.names) or "no verifier"
-
-
-def _unique(ids: Iterable[list[int]]) -> list[int]:
-    return list(dict.fromkeys(id_ for some in ids for id_ in some))

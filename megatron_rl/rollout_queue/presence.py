@@ -39,7 +39,6 @@ class Presence:
         return self._roll_call.take_row(self._leases.generators, self._scoring.verifiers)
 
     def let_leave(self, peer: str, ready: GeneratorReady | VerifierReady, now: float) -> None:
-        """Handle the state of a peer that leaves."""
         if isinstance(ready, GeneratorReady):
             self._leases.announce(peer, msgspec.structs.replace(ready, capacity=0), now)
             has_left = self._leases.hand_back(peer, ready.leases or [])

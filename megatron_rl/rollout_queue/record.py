@@ -103,7 +103,6 @@ class Recorder:
         self._next_step, self.dropped_file = step + 1, None
 
     def write_dropped(self, group: Group, reason: str) -> None:
-        """Write the scored rollouts of a dropped group."""
         if group.scored:
             self._write_dropped(group.evaluation, self._entries(group, dropped=reason))
 
@@ -124,14 +123,11 @@ class Recorder:
 
     def write_ungraded(self, failure: ScoreFailure) -> Path:
         """Write a completion that cannot be graded; returns the file of lines."""
-        record = _record(
-            failure.group, failure.rollout, self._times(failure.group, failure.rollout)
-        )
+        group, rollout, reason = failure.group, failure.rollout, failure.reason
         record = msgspec.structs.replace(
-            record, reason=failure.reason, dropped=failure.reason, detail=failure.detail
+            self._record(group, rollout), reason=reason, dropped=reason, detail=failure.detail
         )
-        entry = Entry(record, failure.rollout)
-        return self._write_dropped(failure.group.evaluation, [entry])
+        return self._write_dropped(group.evaluation, [Entry(record, rollout)])
 
     def begin_evaluation(self, label: str, *, keeps_lines: bool = False) -> None:
         """Remove the records of an evaluation that an interrupted run left.
@@ -144,7 +140,6 @@ class Recorder:
         self._write(f"eval_{label}", [], is_first=not keeps_lines)
 
     def write_evaluation(self, label: str, groups: list[Group]) -> None:
-        """Append groups of an evaluation."""
         if label not in self._begun:
             self.begin_evaluation(label)
         for group in groups:
@@ -173,10 +168,8 @@ class Recorder:
     ) -> Entry:
         """A copy, since the group may still change."""
         rollout, score = scored.rollout, scored.score
-        scored_at = group.scored_at.get(rollout.index)
-        times = self._times(group, rollout, scored_at=scored_at, trained_at=trained_at)
         record = msgspec.structs.replace(
-            _record(group, rollout, times),
+            self._record(group, rollout, trained_at),
             reward=score.reward,
             parts=score.parts,
             reason=score.reason,
@@ -186,21 +179,46 @@ class Recorder:
         )
         return Entry(record, rollout)
 
-    def _times(
-        self,
-        group: Group,
-        rollout: Rollout,
-        *,
-        scored_at: float | None = None,
-        trained_at: float | None = None,
-    ) -> RolloutTimes:
-        origin = group.origins[rollout.index]
-        return RolloutTimes(
+    def _record(
+        self, group: Group, rollout: Rollout, trained_at: float | None = None
+    ) -> RolloutRecord:
+        """The record without the score."""
+        origin, scored_at = group.origins[rollout.index], group.scored_at.get(rollout.index)
+        times = RolloutTimes(
             leased=self._unix_s(origin.leased_at),
             done=self._unix_s(origin.done_at),
             scored=None if scored_at is None else self._unix_s(scored_at),
             trained=None if trained_at is None else self._unix_s(trained_at),
             first_token_s=round(rollout.first_token_s, 4),
+        )
+        return RolloutRecord(
+            prompt_id=group.prompt.id,
+            group=group.number,
+            index=rollout.index,
+            task=group.prompt.task,
+            problem=group.prompt.question,
+            language=group.prompt.language,
+            text=rollout.text,
+            answer=group.prompt.answer,
+            reward=None,
+            parts={},
+            reason="",
+            tokens=len(rollout.token_ids),
+            versions=[span.version for span in rollout.spans],
+            finish_reason=rollout.finish_reason,
+            seed=group.sampling.seed,
+            prompt_tail=rollout.prompt_tail,
+            answer_class=group.classes.get(rollout.index) if group.evaluation else None,
+            generator=origin.generator,
+            prompt_tokens=len(rollout.prompt_ids),
+            spans=[RecordedSpan(span.version, span.start, span.end) for span in rollout.spans],
+            times=times,
+            stage=group.stage,
+            other_answers=group.prompt.other_answers,
+            row_starts=rollout.row_starts,
+            turn_returns=rollout.turn_returns,
+            to_grade=rollout.to_grade,
+            environment_s=round(rollout.environment_s, 3) if rollout.environment_s else None,
         )
 
     def _unix_s(self, at: float) -> float:
@@ -209,36 +227,3 @@ class Recorder:
 
 def _dropped_stem(label: str) -> str:
     return f"dropped_eval_{label}"
-
-
-def _record(group: Group, rollout: Rollout, times: RolloutTimes) -> RolloutRecord:
-    """The record of a rollout that is not graded."""
-    return RolloutRecord(
-        prompt_id=group.prompt.id,
-        group=group.number,
-        index=rollout.index,
-        task=group.prompt.task,
-        problem=group.prompt.question,
-        language=group.prompt.language,
-        text=rollout.text,
-        answer=group.prompt.answer,
-        reward=None,
-        parts={},
-        reason="",
-        tokens=len(rollout.token_ids),
-        versions=[span.version for span in rollout.spans],
-        finish_reason=rollout.finish_reason,
-        seed=group.sampling.seed,
-        prompt_tail=rollout.prompt_tail,
-        answer_class=group.classes.get(rollout.index) if group.evaluation else None,
-        generator=group.origins[rollout.index].generator,
-        prompt_tokens=len(rollout.prompt_ids),
-        spans=[RecordedSpan(span.version, span.start, span.end) for span in rollout.spans],
-        times=times,
-        stage=group.stage,
-        other_answers=group.prompt.other_answers,
-        row_starts=rollout.row_starts,
-        turn_returns=rollout.turn_returns,
-        to_grade=rollout.to_grade,
-        environment_s=round(rollout.environment_s, 3) if rollout.environment_s else None,
-    )

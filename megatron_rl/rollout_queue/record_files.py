@@ -180,7 +180,6 @@ class RecordFiles:
         self._thinner = thinner
         self._keeps_tokens = keeps_tokens
         self.put = 0
-        """Number of jobs so far."""
         self.is_full = False
         self.jobs = sys.maxsize
         """Maximum number that waits."""
@@ -218,7 +217,6 @@ class RecordFiles:
 
     @property
     def written(self) -> int:
-        """Number of written jobs: all of them."""
         return self.put
 
     def check(self) -> None:
@@ -226,7 +224,6 @@ class RecordFiles:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file; 0 if there is none."""
     return path.stat().st_size if path.exists() else 0
 
 
@@ -262,7 +259,6 @@ class RecordThread(Closing):
         self._written: queue.SimpleQueue[None] = queue.SimpleQueue()
         """One item for each written job."""
         self.put = 0
-        """Number of jobs so far."""
         self._known_written = 0
         """Written jobs that the loop has counted."""
         self._moved_at = time.monotonic()
@@ -290,7 +286,7 @@ class RecordThread(Closing):
 
     @property
     def written(self) -> int:
-        """Number of jobs on the disk; jobs are written in order."""
+        # Jobs are written in order.
         while not self._written.empty():
             self._written.get()
             self._known_written += 1
@@ -301,7 +297,6 @@ class RecordThread(Closing):
 
     @property
     def is_full(self) -> bool:
-        """Whether too many jobs wait."""
         # One job is being written, the others wait.
         return self.put - self.written > self.jobs
 

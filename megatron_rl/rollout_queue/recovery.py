@@ -1,6 +1,7 @@
-"""Continues the ledger of a queue that was killed: the newest state, then each record after it.
+"""Makes the coordinator of a process: new, resumed from a checkpoint, or continued from a ledger.
 
-The queue was killed alone, or its launcher with all processes (`Coordinator.relaunch`).
+A ledger is continued from its newest state, with each record after it. The queue was killed alone,
+or its launcher with all processes (`Coordinator.relaunch`).
 
 Used by the rollout queue's server at its start. The messages of the replayed coordinator are not
 sent; their checksums are compared with those of the killed process, so a replay that differs ends
@@ -15,9 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
+from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.endpoints import BATCHES, PROMPTS, VERIFY
 from megatron_rl.protocol.frames import Frame, decode_frames
 from megatron_rl.protocol.ledger import (
+    FOLDER,
     LOG,
     STATE,
     AnyRecord,
@@ -34,14 +38,20 @@ from megatron_rl.protocol.ledger import (
     read_began,
     read_entries,
     read_state,
+    remove_segments,
     segment_path,
     segments,
 )
 from megatron_rl.protocol.metrics import JsonlWriter
+from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.types import RolloutDone
+from megatron_rl.protocol.whole_file import PRIVATE_FOLDER
 from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
+from megatron_rl.rollout_queue.coordinator import Coordinator
+from megatron_rl.rollout_queue.effects import LedgerMaker, LedgerMetrics, LedgerWriter
 from megatron_rl.rollout_queue.ledger import Ledger, Parts, check_of, start_of
+from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.record_files import RecordFiles, RecordThread
 from megatron_rl.rollout_queue.stall import LoopClock, UnixTime
 from megatron_rl.rollout_queue.states import Place, References
@@ -141,14 +151,6 @@ class _Replay:
             )
 
 
-class Recovered(NamedTuple):
-    """A queue that continues."""
-
-    ledger: Ledger
-    clock: LoopClock
-    """Continues where the clock of the killed queue stopped."""
-
-
 def recover(
     folder: Path,
     references: References,
@@ -157,10 +159,11 @@ def recover(
     *,
     label: str,
     limit_s: float,
-) -> Recovered | None:
+) -> tuple[Ledger, LoopClock] | None:
     """Continue the newest segment, of this start of the run or another one; None without any.
 
-    unix_s: gets a clock. Raises InputError when the ledger cannot be continued, and OSError.
+    The clock continues where that of the killed queue stopped; unix_s gets it too. Raises
+    InputError when the ledger cannot be continued, and OSError.
     """
     number = max(segments(folder), default=None)
     if number is None:
@@ -195,7 +198,7 @@ def recover(
     unix_s.clock = LoopClock(begin=replay.now)
     if not is_own:
         ledger.relaunch(replay.now)
-    return Recovered(ledger, unix_s.clock)
+    return ledger, unix_s.clock
 
 
 def _damaged(folder: Path, number: int) -> InputError:
@@ -203,3 +206,74 @@ def _damaged(folder: Path, number: int) -> InputError:
         f"the ledger's state {segment_path(folder, number, STATE)} is damaged. Start the run "
         "again: it resumes from its newest checkpoint"
     )
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a queue starts with."""
+
+    config: Config
+    prompts: PromptSets
+    state: QueueState | None
+    """Of the checkpoint from which a run resumes."""
+    live: Live
+    awaits_cold_start: bool = False
+
+    def without_ledger(
+        self, *, evaluate_only: str, keeps_evaluated: bool
+    ) -> tuple[Coordinator, LoopClock]:
+        """A coordinator, and its clock. evaluate_only: label of the only evaluation, or empty."""
+        clock, live = LoopClock(), self.live
+        recorder = Recorder(
+            self.config.run.dir,
+            keeps_evaluated=keeps_evaluated,
+            to_unix_s=clock.unix_s,
+            writer=live.writer,
+        )
+        coordinator = Coordinator(
+            self.config, self.prompts,
+            recorder=recorder, metrics=live.metrics, maker=live.maker,
+            evaluate_only=evaluate_only, now=clock.read(),
+        )  # fmt: skip
+        return self._begin(coordinator), clock
+
+    def with_ledger(self) -> tuple[Ledger, LoopClock]:
+        """A coordinator that continues the ledger, of this start of the run or of the one before.
+
+        It begins one where there is none. Raises InputError, OSError.
+        """
+        folder, live = self.config.run.dir / FOLDER, self.live
+        folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+        unix_s = UnixTime()
+        references = References(self.config, self.prompts, folder=folder, unix_s=unix_s)
+        limit_s = self.config.checkpoint.write_timeout_s
+        label = self.config.ports.label
+        # The launcher has removed a ledger that may not be continued, and draws a label.
+        if label:
+            found = recover(folder, references, unix_s, live, label=label, limit_s=limit_s)
+            if found is not None:
+                return found
+        unix_s.clock = clock = LoopClock()
+        remove_segments(folder)
+        maker, metrics = LedgerMaker(live.maker), LedgerMetrics(live.metrics)
+        writer = LedgerWriter(live.writer)
+        recorder = Recorder(self.config.run.dir, to_unix_s=unix_s, writer=writer)
+        coordinator = self._begin(
+            Coordinator(
+                self.config, self.prompts,
+                recorder=recorder, metrics=metrics, maker=maker, now=clock.read(),
+            )
+        )  # fmt: skip
+        ledger = Ledger(
+            folder, Parts(coordinator, maker, writer, metrics), references, unix_s,
+            label=label, metrics_begin=live.metrics_path.stat().st_size, limit_s=limit_s,
+        )  # fmt: skip
+        return ledger, clock
+
+    def _begin(self, coordinator: Coordinator) -> Coordinator:
+        """Begin where the trainer does."""
+        if self.state is not None:
+            coordinator.resume(self.state)
+        if self.awaits_cold_start:
+            coordinator.deadline.await_trainer()
+        return coordinator

@@ -68,7 +68,6 @@ class StoredGroup(NamedTuple):
 
     @property
     def rewards(self) -> list[float]:
-        """Rewards by index."""
         return [record.reward or 0.0 for record in self.members]
 
     def load(self, *, keeps_versions: bool) -> Group:
@@ -292,7 +291,6 @@ class BufferReplay:
 
 
 def oldest_version(group: Group) -> int:
-    """The oldest policy version of a group's tokens."""
     return min(scored.rollout.oldest_version for scored in group.scored.values())
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.line_errors import text_lines
 from megatron_rl.protocol.render import Renderer, RenderError, open_renderer
 from megatron_rl.protocol.rollout_files import WORDS, read_file, rollout_files
 from megatron_rl.protocol.tokenizer_child import call_in_child
@@ -78,16 +79,8 @@ def folder_of_datasets(run_dir: Path) -> Path:
 
 def read_examples(path: Path) -> Iterator[RewardedExample]:
     """The examples of a file. Raises InputError, with file and line, for the first bad one."""
-    try:
-        # Not splitlines(), which also splits at U+2028 inside JSON strings.
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"cannot read the SFT examples {path} (replay.datasets): {error}"
-        ) from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    texts = text_lines(path, holds="the SFT examples ", hint=" (replay.datasets)")
+    for number, line in texts:
         try:
             example = msgspec.json.decode(line, type=RewardedExample)
         except msgspec.DecodeError as error:

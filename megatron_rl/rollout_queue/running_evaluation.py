@@ -64,21 +64,17 @@ class Evaluation:
 
     @property
     def has_unopened(self) -> bool:
-        """Whether some prompts have no group yet."""
         return bool(self._unopened)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every group is complete or lost."""
         return self._left == 0
 
     @property
     def completions(self) -> int:
-        """Completions of all prompts."""
         return self._set.completions
 
     def open_group(self, number: int) -> Group:
-        """The group of the next prompt."""
         prompt = self._unopened.pop()
         draws_by = self._set.draws_by
         group = self._open[number] = Group(
@@ -102,7 +98,6 @@ class Evaluation:
         return finished * self._set.samples + in_open
 
     def close(self, group: Group) -> None:
-        """Note that a group is complete."""
         self.complete.append(problem_of(group))
         for one in group.ordered:
             self.versions |= {span.version for span in one.rollout.spans}
@@ -110,14 +105,12 @@ class Evaluation:
         del self._open[group.number]
 
     def lose(self, group: Group) -> None:
-        """Note that a group failed."""
         self.lost += 1
         self.lost_ungraded += bool(group.lost)
         self._left -= 1
         del self._open[group.number]
 
     def lose_unopened(self) -> None:
-        """Count all prompts without a group as lost."""
         self.lost += len(self._unopened)
         self._left -= len(self._unopened)
         self._unopened.clear()
@@ -250,6 +243,5 @@ class Evaluators:
         return bool(self.names) and self._confirmed == self.names
 
     def pop_orders(self) -> list[tuple[str, Hold]]:
-        """Orders for generators since the last call."""
         orders, self._orders = self._orders, []
         return orders

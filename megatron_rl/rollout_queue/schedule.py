@@ -31,7 +31,6 @@ def has_plateaued(values: Sequence[float], *, window: int, min_gain: float) -> b
 
 
 def length_rule(stage: Config) -> LengthRule:
-    """The length penalty of a stage."""
     reward = stage.reward
     return LengthRule(stage.sampling.max_new_tokens, reward.length_margin_tokens, reward.length)
 
@@ -59,7 +58,6 @@ class Schedule:
         return steps if following is None else min(following, steps)
 
     def stage_at(self, step: int) -> int:
-        """The stage of a batch."""
         return max(n for n, first in enumerate(self._first_steps) if first <= step)
 
     def open_stages(self, step: int) -> range:
@@ -67,11 +65,9 @@ class Schedule:
         return range(self.stage_at(step), len(self._first_steps))
 
     def at(self, step: int) -> Config:
-        """The configuration of a batch."""
         return self.stages[self.stage_at(step)]
 
     def metrics(self, step: int) -> list[Metric]:
-        """Metrics for the row of a batch."""
         return [Metric("queue/stage", self.stage_at(step), "max")] if self._triggers else []
 
     def note_batch(self, batch: RankBatch, untaken: int) -> None:
@@ -112,13 +108,11 @@ class Schedule:
             self._begin(max(trigger.at_step, self._first_steps[-1] + 1))
 
     def log_beginning(self, step: int) -> None:
-        """Log if a stage begins with this batch."""
         stage = self.stage_at(step)
         if stage and self._first_steps[stage] == step:
             log.info("batch %d is the first of %s", step, name_of(self._config, stage))
 
     def state(self) -> StageState:
-        """The state for a checkpoint."""
         return StageState(list(self._first_steps), list(self._values))
 
     def restore(self, state: StageState, step: int) -> None:

@@ -16,6 +16,7 @@ import msgspec
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import (
+    NO_ANSWER,
     NOT_GRADED,
     ClassDone,
     ClassRequest,
@@ -26,7 +27,7 @@ from megatron_rl.protocol.types import (
     ScoreRequest,
     VerifierReady,
 )
-from megatron_rl.rollout_queue.answer_classes import check_answer, class_request, set_classes
+from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.drop_reasons import (
     CLASSES_NOT_GRADED,
     CLASSES_UNGRADABLE,
@@ -34,9 +35,12 @@ from megatron_rl.rollout_queue.drop_reasons import (
     ScoreFailure,
 )
 from megatron_rl.rollout_queue.groups import Group
-from megatron_rl.rollout_queue.peers import Verifiers
+from megatron_rl.rollout_queue.peers import Peer, Verifiers
 
 log = logging.getLogger(__name__)
+
+_RIGHT = 0
+"""Class of the right answers; the classes of a request come after it."""
 
 
 @dataclasses.dataclass
@@ -82,21 +86,19 @@ class Scoring:
         self._waiting = collections.defaultdict(collections.deque)
         self._next_id = 0
         self._next_position = 0
-        self._failures: list[ScoreFailure] = []
-        self._class_failures: list[GroupFailure] = []
+        self._failures: list[GroupFailure | ScoreFailure] = []
 
     def announce(self, name: str, ready: VerifierReady, now: float) -> None:
         """Update a verifier's state, and repeat the requests that it never got."""
-        self._lose(self._verifiers.announce(name, ready, now), f"verifier {name} restarted")
+        self._lose(self._verifiers.note_ready(name, ready, now), f"verifier {name} restarted")
         if ready.requests is None:
             return
         lost = self._verifiers.find_lost(name, set(ready.requests), now)
         for request_id in lost:
-            self._verifiers.give_back(name, request_id)
+            self._verifiers.free(name, request_id, self._requests[request_id].pools)
         self._lose(lost, f"a message of it was lost between {name} and the queue")
 
     def submit(self, group: Group, rollout: Rollout) -> None:
-        """Queue a rollout for grading."""
         prompt = group.prompt
         message = ScoreRequest(
             request_id=self._next_id,
@@ -116,8 +118,7 @@ class Scoring:
         self._put(_Request(group, rollout, message, self._pools_of_task[prompt.task]))
 
     def submit_classes(self, group: Group) -> None:
-        """Queue a request for the classes of a scored group."""
-        message = class_request(self._next_id, group, self._reward)
+        message = _class_request(self._next_id, group, self._reward)
         pools = frozenset({self._reward.class_step(group.prompt.task).pool})
         self._put(_Request(group, None, message, pools))
 
@@ -127,7 +128,6 @@ class Scoring:
         self._next_id += 1
 
     def _enqueue(self, request_id: int) -> None:
-        """Queue a request behind all others."""
         request = self._requests[request_id]
         request.position = self._next_position
         self._next_position += 1
@@ -146,15 +146,16 @@ class Scoring:
         request.verifier, request.asked_at = name, now
         if request.first_asked_at is None:
             request.first_asked_at = now
-        self._verifiers.hand_out(name, request_id, request.pools)
+        self._verifiers.take(name, request_id, request.pools)
         return name, request.message
 
     def _next_of(self, pools: frozenset[str]) -> tuple[int, int, str] | None:
         """(position, request id, verifier) of the first request that a verifier can take."""
         waiting = self._waiting[pools]
-        if not waiting or self._verifiers.find_room(pools) is None:
+        roomiest = self._verifiers.find_room(pools) if waiting else None
+        if roomiest is None:
             return None
-        rooms: dict[frozenset[str], str | None] = {}
+        rooms: dict[frozenset[str], str | None] = {frozenset(): roomiest}
         for request_id in waiting:
             request = self._requests[request_id]
             if request.failed_by not in rooms:
@@ -179,7 +180,7 @@ class Scoring:
         request = self._take(name, done, now)
         if request is None or request.group.is_abandoned:
             return None
-        set_classes(request.group, done.classes)
+        _set_classes(request.group, done.classes)
         return request.group
 
     def _take(self, name: str, done: ScoreDone | ClassDone, now: float) -> _Request | None:
@@ -189,7 +190,7 @@ class Scoring:
         """
         request = self._requests.get(done.request_id)
         if request is not None and request.verifier == name:
-            check_answer(name, request.message, done)
+            _check_answer(name, request.message, done)
         if not self._return(name, done.request_id, now):
             return None
         return self._requests.pop(done.request_id)
@@ -208,28 +209,27 @@ class Scoring:
         self._lose(silent, "its verifier fell silent")
         for request_id, request in list(self._requests.items()):
             if request.verifier and now - request.asked_at > config.score_timeout_s:
-                self._verifiers.give_back(request.verifier, request_id)
+                self._verifiers.free(request.verifier, request_id, request.pools)
                 why = f"no answer for {config.score_timeout_s:.0f} s"
                 self._fail(ScoreFailed(request_id, why), request.verifier, now)
 
     def hand_back(self, name: str, kept: Collection[int]) -> bool:
         """Ask others for all but the `kept` requests of a verifier; forget it if it keeps none."""
-        held = {n for n, request in self._requests.items() if request.verifier == name}
-        for request_id in sorted(held.difference(kept)):
-            self._verifiers.give_back(name, request_id)
+        held = self._verifiers[name].handed_out
+        for request_id in sorted(held.keys() - kept):
             request = self._requests[request_id]
+            self._verifiers.free(name, request_id, request.pools)
             request.attempts -= 1
             request.verifier = ""
             if request.group.is_abandoned:
                 del self._requests[request_id]
             else:
                 self._put_back(request_id)
-        if has_left := held.isdisjoint(kept):
+        if not held:
             self._verifiers.drop(name)
-        return has_left
+        return not held
 
     def drop_verifier(self, name: str) -> None:
-        """Forget a verifier that cannot be reached."""
         self._lose(self._verifiers.drop(name), f"verifier {name} is gone")
 
     def _return(self, name: str, request_id: int, now: float) -> bool:
@@ -237,11 +237,10 @@ class Scoring:
         request = self._requests.get(request_id)
         if request is None or request.verifier != name:
             return False
-        self._verifiers.give_back(name, request_id)
+        self._verifiers.free(name, request_id, request.pools)
         return True
 
     def _lose(self, request_ids: list[int], why: str) -> None:
-        """Repeat the requests that a verifier lost."""
         for request_id in request_ids:
             request = self._requests[request_id]
             request.attempts -= 1
@@ -289,7 +288,7 @@ class Scoring:
         group, rollout = request.group, request.rollout
         if rollout is None:
             reason = CLASSES_NOT_GRADED if kind == NOT_GRADED else CLASSES_UNGRADABLE
-            self._class_failures.append(GroupFailure(group, reason, detail))
+            self._failures.append(GroupFailure(group, reason, detail))
         else:
             self._failures.append(ScoreFailure(group, rollout, kind, detail, is_late))
 
@@ -299,7 +298,7 @@ class Scoring:
             if not request.group.evaluation:
                 continue
             if request.verifier:
-                self._verifiers.give_back(request.verifier, request_id)
+                self._verifiers.free(request.verifier, request_id, request.pools)
             else:
                 self._waiting[request.pools].remove(request_id)
             del self._requests[request_id]
@@ -312,38 +311,87 @@ class Scoring:
                 waiting.remove(request_id)
                 del self._requests[request_id]
 
-    def pop_failures(self) -> list[ScoreFailure]:
-        """Completions that failed since the last call."""
+    def pop_failures(self) -> list[GroupFailure | ScoreFailure]:
+        """Completions, and groups whose classes failed, since the last call."""
         failures, self._failures = self._failures, []
-        return failures
-
-    def pop_class_failures(self) -> list[GroupFailure]:
-        """Groups whose classes failed since the last call."""
-        failures, self._class_failures = self._class_failures, []
         return failures
 
     @property
     def outstanding(self) -> int:
-        """Number of requests for scores and classes."""
         return len(self._requests)
 
     @property
     def verifiers(self) -> list[str]:
-        """Names of the live verifiers."""
         return self._verifiers.names
 
     @property
-    def loads(self) -> dict[str, tuple[int, int]]:
-        """Live verifier -> number of its requests, and id of the newest one."""
-        held: dict[str, list[int]] = {name: [] for name in self._verifiers.names}
-        for request_id, request in self._requests.items():
-            held.get(request.verifier, []).append(request_id)
-        return {name: (len(ids), max(ids, default=-1)) for name, ids in held.items()}
+    def peers(self) -> list[Peer]:
+        return self._verifiers.all
 
     def describe(self, now: float) -> str:
-        """One line: requests and verifiers."""
         unasked = sum(len(waiting) for waiting in self._waiting.values())
         return (
             f"{len(self._requests)} scores awaited ({unasked} not yet asked for); verifiers: "
             f"{self._verifiers.describe(now)}"
         )
+
+
+# --- classes of equal answers -------------------------------------------------------------------
+
+
+def find_without_asking(group: Group) -> bool:
+    """Whether a scored group has the classes that it needs; sets them if all answers are right.
+
+    Conversations whose environment decides have no answers to compare.
+    """
+    if any(scored.rollout.score is not None for scored in group.ordered):
+        group.needs_classes = False
+    if not group.is_complete and not _to_compare(group):
+        group.classes = dict.fromkeys(group.scored, _RIGHT)
+    return group.is_complete
+
+
+def _class_request(request_id: int, group: Group, reward: RewardConfig) -> ClassRequest:
+    """The request for the classes of the answers of a scored group that are not right."""
+    prompt = group.prompt
+    rollouts = [group.scored[index].rollout for index in _to_compare(group)]
+    is_own = ":" in reward.all_tasks[prompt.task].compare
+    return ClassRequest(
+        request_id,
+        prompt.task,
+        texts=[rollout.graded_text for rollout in rollouts],
+        prompt_tails=[rollout.prompt_tail for rollout in rollouts],
+        problem=prompt.question,
+        entry=prompt.entry if is_own else "",
+    )
+
+
+def _check_answer(
+    verifier: str, request: ScoreRequest | ClassRequest, done: ScoreDone | ClassDone
+) -> None:
+    """Raise WireError for an answer to another question."""
+    if isinstance(request, ScoreRequest):
+        if isinstance(done, ClassDone):
+            raise WireError(f"{verifier} answered a request for a score with classes")
+    elif isinstance(done, ScoreDone):
+        raise WireError(f"{verifier} answered a request for classes with a score")
+    elif len(done.classes) != len(request.texts):
+        raise WireError(
+            f"{verifier} sent {len(done.classes)} classes of the {len(request.texts)} answers of "
+            f"request {done.request_id}"
+        )
+    elif max(done.classes, default=0) >= len(request.texts):
+        text = f"{done.classes!r:.200}"
+        raise WireError(f"{verifier} sent classes {text} of request {done.request_id}")
+
+
+def _set_classes(group: Group, found: list[int]) -> None:
+    """Set the classes of a group. found: those of its answers that are not right."""
+    classes = dict.fromkeys(group.scored, _RIGHT)
+    for index, one in zip(_to_compare(group), found, strict=True):
+        classes[index] = NO_ANSWER if one == NO_ANSWER else _RIGHT + 1 + one
+    group.classes = classes
+
+
+def _to_compare(group: Group) -> list[int]:
+    return [index for index in sorted(group.scored) if not group.scored[index].score.is_correct]

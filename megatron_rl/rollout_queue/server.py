@@ -42,8 +42,8 @@ from megatron_rl.rollout_queue.coordinator import Coordinator, Outgoing
 from megatron_rl.rollout_queue.faults import FaultyRollout
 from megatron_rl.rollout_queue.ledger import Ledger
 from megatron_rl.rollout_queue.record_files import RecordFiles, RecordThread, Thinner
+from megatron_rl.rollout_queue.recovery import Live, Start
 from megatron_rl.rollout_queue.stall import LoopClock
-from megatron_rl.rollout_queue.start import Start
 
 log = logging.getLogger(__name__)
 
@@ -240,12 +240,14 @@ def main(
             config.run.dir / "metrics.jsonl", "queue", limit_s=config.checkpoint.write_timeout_s
         )
         stack.enter_context(closing(metrics))
-        start = Start(
-            config, prompts, state,
-            metrics=metrics, writer=stack.enter_context(_open_writer(config, metrics)),
-            maker=stack.enter_context(_open_maker(config)),
-            awaits_cold_start=cold_start is not None,
-        )  # fmt: skip
+        live = Live(
+            stack.enter_context(_open_maker(config)),
+            stack.enter_context(_open_writer(config, metrics)),
+            config.run.dir / FOLDER,
+            metrics,
+            config.run.dir / "metrics.jsonl",
+        )
+        start = Start(config, prompts, state, live, awaits_cold_start=cold_start is not None)
         served: Coordinator | Ledger
         if trains and config.keeps_ledger:
             served, clock = start.with_ledger()

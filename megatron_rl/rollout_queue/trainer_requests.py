@@ -123,7 +123,6 @@ class BatchRequests:
 
     @property
     def waiting_ranks(self) -> list[int]:
-        """Data-parallel ranks without an answer."""
         return sorted(self._requests)
 
     @property
@@ -142,7 +141,6 @@ class BatchRequests:
 
     @property
     def is_dismissed(self) -> bool:
-        """Whether every data-parallel rank was told to stop."""
         return self._dp_size > 0 and len(self._stopped) == self._dp_size
 
 

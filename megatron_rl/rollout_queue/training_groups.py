@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 class TrainingGroups:
     """Opens training groups: first groups that a resumed run generates again, then new ones."""
 
-    def __init__(self, prompts: PromptSets, config: Config, book: GroupBook) -> None:
-        self._config = config
-        self.book = book
+    def __init__(self, prompts: PromptSets, config: Config) -> None:
+        self.config = config
+        self.book = GroupBook()
         self._prompts = prompts
         self.schedule = Schedule(config)
         self._stream = PromptStream(prompts, config.run.seed)
@@ -68,8 +68,9 @@ class TrainingGroups:
                 config.sampling.top_k,
                 config.sampling.min_p,
                 tuple(config.sampling.stop),
-                # Not by the number, which depends on when evaluations open their groups.
-                seed=_group_seed(config.run.seed, draw),
+                # Below 2**31, different for neighbouring runs and groups. Not by the number, which
+                # depends on when evaluations open their groups.
+                seed=(config.run.seed * 1_000_003 + draw * 9_973) % 2**31,
             ),
             config.train.group_size,
             version,
@@ -145,7 +146,7 @@ class TrainingGroups:
         """
         if self._curriculum is None:
             return
-        if self._config.generator.deterministic:
+        if self.config.generator.deterministic:
             self._dropped.append((group.number, _visit_of(group)))
         else:
             self._curriculum.note([_visit_of(group)])
@@ -203,7 +204,7 @@ def check_draws(prompts: PromptSets, config: Config) -> None:
     """Raise InputError for a stage without a prompt to draw."""
     for stage in range(len(config.stages) + 1):
         try:
-            TrainingGroups(prompts, config, GroupBook()).open(0, version=0, stage=stage)
+            TrainingGroups(prompts, config).open(0, version=0, stage=stage)
         except InputError as error:
             where = f"{name_of(config, stage)}: " if config.stages else ""
             raise InputError(f"{where}{error}") from error
@@ -212,11 +213,6 @@ def check_draws(prompts: PromptSets, config: Config) -> None:
 def _visit_of(group: Group) -> Visit:
     right = sum(scored.score.is_correct for scored in group.scored.values())
     return Visit(group.prompt.id, right, graded=len(group.scored), size=group.size)
-
-
-def _group_seed(run_seed: int, draw: int) -> int:
-    """Seed of a group's grading: below 2**31, different for neighbouring runs and groups."""
-    return (run_seed * 1_000_003 + draw * 9_973) % 2**31
 
 
 class GroupOpener:
@@ -228,7 +224,7 @@ class GroupOpener:
         leases: Leases,
         *,
         evaluations: EvaluationScheduler,
-        training: TrainingGroups | None,
+        training: TrainingGroups,
     ) -> None:
         self._config = config
         self._leases = leases
@@ -240,7 +236,7 @@ class GroupOpener:
     def rules(self, synced: int, next_step: int | None) -> LeaseRules:
         """The lease rules at a synced version."""
         staleness = self._config.max_staleness
-        if self._training is not None and next_step is not None:
+        if next_step is not None:
             staleness = self._training.lowest_staleness(next_step)
         evaluators = self._evaluations.evaluators
         return LeaseRules(
@@ -267,7 +263,6 @@ class GroupOpener:
             group = running.open_group(self.count)
         elif (
             next_step is not None
-            and self._training is not None
             and not self._evaluations.excludes_training
             and (stage := self._training.due_stage(next_step, synced)) is not None
             and self._leases.can_take(rules, is_evaluation=False)

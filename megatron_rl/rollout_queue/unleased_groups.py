@@ -83,7 +83,6 @@ class OpenLease:
 
     @property
     def most_tokens(self) -> int:
-        """Maximum number of tokens of a completion."""
         return self.pending.group.sampling.max_new_tokens
 
     def is_mixed(self, rollout: Rollout) -> bool:
@@ -101,7 +100,6 @@ class Eligible(NamedTuple):
     evaluation: PeerSelection
 
     def of(self, group: Group) -> PeerSelection:
-        """Generators that may take completions of a group."""
         return self.evaluation if group.evaluation else self.training
 
 
@@ -119,13 +117,11 @@ class UnleasedGroups:
         """The other training groups, by position."""
 
     def add(self, pending: PendingGroup) -> None:
-        """Add a group that is not queued."""
         bisect.insort(self._queue, pending, key=_position_of)
         pending.is_waiting = True
         self._file(pending)
 
     def remove(self, pending: PendingGroup) -> None:
-        """Remove a group that is queued."""
         self._unfile(pending)
         pending.is_waiting = False
         _remove(self._queue, pending)
@@ -216,7 +212,6 @@ class UnleasedGroups:
 
     @property
     def completions(self) -> int:
-        """Number of completions without a lease."""
         return sum(len(pending.unleased) for pending in self._queue)
 
 

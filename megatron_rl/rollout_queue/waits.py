@@ -68,8 +68,9 @@ class Waits:
                 yield peer.name, "waits for a lease", None
             else:
                 yield peer.name, "generates", (peer.outstanding, max(peer.handed_out))
-        for name, grading in self._scoring.loads.items():
-            yield name, "grades" if grading[0] else "waits for completions", grading
+        for peer in self._scoring.peers:
+            what = "grades" if peer.outstanding else "waits for completions"
+            yield peer.name, what, (peer.outstanding, max(peer.handed_out, default=-1))
 
 
 def read_waits(row: Row) -> list[Wait]:

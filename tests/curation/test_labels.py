@@ -13,7 +13,7 @@ from megatron_rl.curation.difficulty import (
     judge,
     may_be_doubted,
 )
-from megatron_rl.protocol.class_messages import NO_ANSWER
+from megatron_rl.protocol.types import NO_ANSWER
 
 SAMPLES = 16
 DROP = DifficultyOptions(labels="drop")

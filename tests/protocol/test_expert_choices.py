@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatron_rl.protocol.expert_choices import narrow_choices
+from megatron_rl.protocol.rollout import narrow_choices
 from megatron_rl.protocol.types import Rollout, RolloutDone
 from megatron_rl.protocol.wire import decode, encode
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, normalizers
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.data.tiny_model import make_folder
 from megatron_rl.protocol.render import Renderer
-from megatron_rl.protocol.tokenizer_probe import compare_tokenizers
+from megatron_rl.protocol.render_probe import compare_tokenizers
 from tests.protocol.template_families import FAMILIES, write_family
 
 
@@ -20,8 +20,7 @@ def open_folder(folder: Path, **render: Any) -> Renderer:
 
 
 def warnings_of(folder: Path) -> list[str]:
-    own = open_folder(folder)
-    return compare_tokenizers(own.tokenizer, folder, own.encode, own.decode)
+    return compare_tokenizers(open_folder(folder))
 
 
 def set_class(folder: Path, name: str) -> None:
@@ -43,7 +42,7 @@ def test_a_class_that_rebuilds_the_tokenizer_is_named(tmp_path: Path) -> None:
     text = "Hello world"
     plain = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text).ids
     assert own.encode(text) != plain
-    (ids, lost) = compare_tokenizers(own.tokenizer, tmp_path, own.encode, own.decode)
+    (ids, lost) = compare_tokenizers(own)
     assert "as LlamaTokenizer, which makes other ids than its tokenizer.json" in ids
     assert '"tokenizer_class": "PreTrainedTokenizerFast"' in ids
     assert "does not give a text back: \"Hello world, it's" in lost

@@ -9,11 +9,12 @@ from megatron_rl.algorithms.advantage_estimators import GroupView
 from megatron_rl.config.algorithm import AdvantageEstimatorConfig
 from megatron_rl.config.reward import RewardConfig, TaskConfig
 from megatron_rl.config.tree import QueueConfig
-from megatron_rl.protocol.class_messages import ClassDone, ClassRequest
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import (
     NOT_GRADED,
     UNGRADABLE,
+    ClassDone,
+    ClassRequest,
     RankBatch,
     Sampling,
     Score,
@@ -213,7 +214,7 @@ def test_groups_that_are_not_needed_any_more_are_withdrawn(tmp_path: Path) -> No
     for request in queue.class_requests[:asked]:
         queue.answer_classes(request)
     scoring = queue.coordinator._scoring
-    assert scoring.outstanding == 0 and scoring.pop_class_failures() == []
+    assert scoring.outstanding == 0 and scoring.pop_failures() == []
 
 
 # --- requests -----------------------------------------------------------------------------------
@@ -263,7 +264,7 @@ def test_classes_that_fail_for_good_fail_their_group_with_what_was_said() -> Non
     for _ in range(2):
         name, request = scoring.next_request(0.0)
         scoring.take_failure(name, ScoreFailed(request.request_id, "pool died"), 1.0)
-    [failure] = scoring.pop_class_failures()
+    [failure] = scoring.pop_failures()
     assert failure.group is group and failure.reason == "classes_ungradable"
     assert "tried 2 times (expert.queue.max_attempts); last: v failed: pool died" in failure.detail
     assert scoring.pop_failures() == [] and scoring.outstanding == 0

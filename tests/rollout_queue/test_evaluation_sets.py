@@ -9,10 +9,9 @@ from megatron_rl.config.files import ConfigError, load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.evaluation.samples import of_records
 from megatron_rl.launcher.phases import eval_limit_s
-from megatron_rl.protocol.class_messages import ClassRequest
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.rollout_files import read_records, read_rollouts
-from megatron_rl.protocol.types import NOT_GRADED, UNGRADABLE, Score, WeightsSynced
+from megatron_rl.protocol.types import NOT_GRADED, UNGRADABLE, ClassRequest, Score, WeightsSynced
 from tests.rollout_queue.played_queue import PlayedQueue
 
 RIGHT = Score(1.0, {"format": 0.1, "correct": 0.9}, "correct")

@@ -32,23 +32,23 @@ def test_flat_group_is_dropped_and_counted_and_frees_its_place() -> None:
         book.open(group)
     book.drop(flat, ZERO_VARIANCE)
     assert flat.has_zero_variance and not useful.has_zero_variance
-    assert book.untrained == book.complete == 1
+    assert book.untrained_of(0) == book.complete == 1
     groups, dropped = book.take([1], 3)
     assert (
         groups == [useful] and dropped.reasons == {"zero_variance": 1} and dropped.tally.count == 2
     )
-    assert (book.untaken, book.untrained) == (0, 1)
+    assert (book.untaken, book.untrained_of(0)) == (0, 1)
     book.finish_training(3)
-    assert book.untrained == 1
+    assert book.untrained_of(0) == 1
     book.finish_training(4)
-    assert book.untrained == 0
+    assert book.untrained_of(0) == 0
 
 
 def test_groups_left_at_the_end_are_returned_and_marked() -> None:
     book = GroupBook()
     book.open(make_group(0, [1.0, 0.1]))
     assert [group.is_abandoned for group in book.abandon()] == [True]
-    assert book.untrained == 0
+    assert book.untrained_of(0) == 0
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3])

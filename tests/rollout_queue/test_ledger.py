@@ -83,7 +83,7 @@ class Mortal:
         )
         assert found is not None
         self._unix_s.clock = None  # the test moves the time
-        self.ledger = found.ledger
+        self.ledger, _ = found
         lost, self._unwritten = self._unwritten, []
         for call in lost:
             self._do(*call)

@@ -43,7 +43,7 @@ class Relaunched(Mortal):
         )  # fmt: skip
         assert found is not None
         self._unix_s.clock = None  # the test moves the time
-        self.ledger = found.ledger
+        self.ledger, _ = found
 
 
 def begin(folder: Path, **sections: object) -> tuple[PlayedQueue, Relaunched]:

@@ -18,11 +18,12 @@ from megatron_rl.rollout_queue.batches import minibatch_sequences
 from megatron_rl.rollout_queue.circuit_breakers import CircuitBreaker
 from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
 from megatron_rl.rollout_queue.evaluation_scheduler import EvaluationScheduler
-from megatron_rl.rollout_queue.group_end import Collecting, DropObservers, GroupEnd
+from megatron_rl.rollout_queue.group_end import DropObservers, GroupEnd
 from megatron_rl.rollout_queue.groups import Group, GroupBook
 from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.scoring import Scoring
+from megatron_rl.rollout_queue.training_groups import TrainingGroups
 from tests.rollout_queue.makers import make_group
 
 GOLD = np.array([7, 8], np.int32)
@@ -38,15 +39,16 @@ def observers(tmp_path: Path) -> DropObservers:
 
 def select(observers: DropObservers, group: Group, **algorithm: object) -> tuple[str, GroupBook]:
     config = Config.model_validate({"algorithm": algorithm, "eval": {"prompts": 0}})
-    prompts, book = PromptSets([], [], [], 0), GroupBook()
+    prompts = PromptSets([], [], [], 0)
     recorder = observers.recorder
     with closing(JsonlWriter(recorder.run_dir / "evaluations.jsonl", "queue")) as metrics:
         evaluations = EvaluationScheduler(
             config, prompts, recorder=recorder, metrics=metrics, only=""
         )
-    collecting = Collecting(Leases(config.queue), Scoring(config.queue, config.reward), book)
-    ends = GroupEnd(config, collecting, evaluations=evaluations, training=None, observers=observers)
-    return ends.find_reason_to_drop(group), book
+    training = TrainingGroups(prompts, config)
+    leases, scoring = Leases(config.queue), Scoring(config.queue, config.reward)
+    ends = GroupEnd(training, leases, scoring, evaluations=evaluations, observers=observers)
+    return ends.find_reason_to_drop(group), training.book
 
 
 def with_gold(group: Group, faults: dict[int, str] | None = None) -> Group:

@@ -8,7 +8,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.types import RankBatch
 from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
-from megatron_rl.rollout_queue.groups import Group, GroupBook
+from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
 from tests.rollout_queue.makers import make_group, make_prompt
 
@@ -42,8 +42,8 @@ class Played:
         self.config = random_config(self.chance)
         self.slow_share = self.chance.choice([0.0, 0.2, 0.5])
         self.zero_variance_share = self.chance.choice([0.0, 0.4])
-        self.book = GroupBook()
-        self.training = TrainingGroups(PROMPTS, self.config, self.book)
+        self.training = TrainingGroups(PROMPTS, self.config)
+        self.book = self.training.book
         self.running: list[Group] = []
         self.synced = self.formed = self.opened = 0
         self.stages: list[int] = []

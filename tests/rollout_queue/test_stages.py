@@ -14,7 +14,6 @@ from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import Lease, RankBatch, ScoreRequest
-from megatron_rl.rollout_queue.groups import GroupBook
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
 from tests.rollout_queue.staged_run import SLOTS, StagedRun, staged_config
 
@@ -226,8 +225,8 @@ def keys_of_a_stage() -> set[str]:
 
 def room_of(config: Config, prompts: PromptSets, stage: int, step: int) -> int:
     """Groups of a stage that may be opened while none is trained on."""
-    book = GroupBook()
-    training = TrainingGroups(prompts, config, book)
+    training = TrainingGroups(prompts, config)
+    book = training.book
     while training.due_stage(step, step) == stage:
         book.open(training.open(book.untaken, step, stage))
     return book.untaken

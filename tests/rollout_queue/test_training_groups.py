@@ -10,7 +10,6 @@ from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.queue_state import QueueState, UnfinishedGroup
 from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
-from megatron_rl.rollout_queue.groups import GroupBook
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
 from tests.rollout_queue.makers import make_group, make_prompt
 
@@ -26,8 +25,8 @@ class Queue:
     """Opens, completes, drops and trains on groups at random, as the coordinator would."""
 
     def __init__(self, state: QueueState | None) -> None:
-        self.book = GroupBook()
-        self.training = TrainingGroups(prompt_sets(), CONFIG, self.book)
+        self.training = TrainingGroups(prompt_sets(), CONFIG)
+        self.book = self.training.book
         self.opened = 0
         if state is not None:
             self.training.restore(state)
@@ -82,7 +81,7 @@ def test_repeated_group_keeps_number_and_seed_but_not_its_version() -> None:
     again = Queue(state).training.open(state.groups_opened, version=5)
     assert (again.number, again.prompt, again.sampling) == (0, first.prompt, first.sampling)
     assert again.opened_version == 5
-    second = TrainingGroups(prompt_sets(), CONFIG, GroupBook())
+    second = TrainingGroups(prompt_sets(), CONFIG)
     second.restore(state)
     assert [second.open(state.groups_opened, 5).number for _ in range(2)] == [0, 1]
 
@@ -99,7 +98,7 @@ def test_other_prompts_than_the_saved_ones_are_refused() -> None:
     queue.book.open(queue.training.open(0, version=0))
     state = queue.save(1)
     with pytest.raises(InputError, match="sources of .40. train prompts.*this run has 1 of .39."):
-        TrainingGroups(prompt_sets(39), CONFIG, GroupBook()).restore(state)
+        TrainingGroups(prompt_sets(39), CONFIG).restore(state)
     other = PromptSets([[make_prompt(f"x{n}") for n in range(PROMPTS)]], [1.0], [], 0)
     with pytest.raises(InputError, match="names the prompt '.*', which the prompt sources lack"):
-        TrainingGroups(other, CONFIG, GroupBook()).restore(state)
+        TrainingGroups(other, CONFIG).restore(state)

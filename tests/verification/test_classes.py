@@ -9,8 +9,7 @@ from multiprocessing.connection import wait
 import pytest
 
 from megatron_rl.config.reward import TaskConfig, VerifierConfig, WorkerPoolConfig
-from megatron_rl.protocol.class_messages import ClassDone, ClassRequest
-from megatron_rl.protocol.types import NOT_GRADED, ScoreFailed
+from megatron_rl.protocol.types import NOT_GRADED, ClassDone, ClassRequest, ScoreFailed
 from tests.verification.requests import boxed, make_rules
 from verification.classes import MAX_FAULTS, PAIRS_A_TURN, Answered, ClassDesk, Clustering, Pair
 from verification.pool.pool import Pool

@@ -1,8 +1,7 @@
 import json
 
 from megatron_rl.config.reward import RewardConfig, TaskConfig, VerifierConfig, WorkerPoolConfig
-from megatron_rl.protocol.class_messages import ClassRequest
-from megatron_rl.protocol.types import Score, ScoreFailed
+from megatron_rl.protocol.types import ClassRequest, Score, ScoreFailed
 from tests.verification.requests import boxed
 from verification.library import MAX_PENDING, Grading, Sample
 
