@@ -21,7 +21,7 @@ from generation.sglang_orders import LOADER
 from generation.sglang_trace import ENVIRONMENT, Question, RankTrace
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
-from megatron_rl.weights.exchange.layouts import EngineKind
+from megatron_rl.weights.exchange.plan import EngineKind
 from megatron_rl.weights.layout.engine_checks import check_slices
 from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.families.family import PLAIN

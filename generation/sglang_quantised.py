@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_rl.weights.exchange.staged import StagedParameters
+from megatron_rl.weights.exchange.parcels import StagedParameters
 from megatron_rl.weights.layout.slices import shown
 
 _PLAIN = (

@@ -96,9 +96,9 @@ class Server:
             case Receive():
                 if not self._requests.is_paused:
                     return "Receive: weights came outside a weight sync: pause first"
-                self._weights.exchange(order)
+                self._weights.rank.take(order)
             case LeaveGroup():
-                self._weights.leave_group()
+                self._weights.rank.leave()
             case Resume(version):
                 self._weights.repack()
                 self._requests.resume(version)

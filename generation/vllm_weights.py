@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_rl.protocol.types import Receive
 from megatron_rl.weights.exchange.engine_rank import EngineRank
 from megatron_rl.weights.layout.engine_checks import check_slices
 from megatron_rl.weights.layout.engine_layout import engine_slices
@@ -55,16 +54,8 @@ class Weights:
         # Now, not at the first weight sync: another vLLM release may use other names.
         check_slices(engine_slices(read_shape(folder), Share(0, 1)), self._parameters)
         dtype = model.get_parameter("model.norm.weight").dtype
-        self._rank = EngineRank(lambda: self._parameters, 0, dtype, may_pad_ffn=False)
-
-    def exchange(self, order: Receive) -> None:
-        """Receive slices, and hand them on; errors are reported in the store of the trainer."""
-        with torch.no_grad():
-            self._rank.take(order)
-
-    def leave_group(self) -> None:
-        """Leave the syncer's groups."""
-        self._rank.leave()
+        self.rank = EngineRank(lambda: self._parameters, 0, dtype, may_pad_ffn=False)
+        """Takes part in the exchanges."""
 
     @torch.no_grad()
     def repack(self) -> None:

@@ -72,6 +72,16 @@ def transformer_fields(parallel: ParallelConfig) -> dict[str, Any]:
     return {"tp_comm_overlap": parallel.overlap_tensor}
 
 
+def check(cfg: Config, hidden: int, *, has_engine: bool) -> None:
+    """Raise InputError where the configuration asks for an overlap that cannot be.
+
+    hidden: size. has_engine: as for `check_host`.
+    """
+    if cfg.parallel.overlap_tensor:
+        check_host(has_engine=has_engine)
+        check_shape(hidden, cfg.train.microbatch_tokens)
+
+
 @contextmanager
 def buffers(cfg: Config, hidden: int, positions: int) -> Iterator[None]:
     """Buffers for microbatches of that size are open inside. Collective over all ranks.

@@ -15,8 +15,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.plan.plan import Hardware
 from megatron_rl.plan.trainer_memory import ITEM_BYTES
 from megatron_rl.plan.weight_sync import PAPER_WEIGHT_SYNC_S, WeightSyncCost, sync_cost, sync_rate
-from megatron_rl.weights.exchange.layouts import EngineKind, Layouts
-from megatron_rl.weights.exchange.plan import Plan
+from megatron_rl.weights.exchange.plan import EngineKind, Layouts, Plan
 from megatron_rl.weights.layout.place import like_of
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
 from megatron_rl.weights.layout.trainer_layout import hf_shapes, untrained

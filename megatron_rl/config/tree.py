@@ -183,6 +183,10 @@ class NodesConfig(Section):
     """Number of the last nodes of a run on several nodes that start no role. Each waits to take the
     place of a lost trainer node."""
 
+    def patience_s(self, *, is_there: bool) -> float:
+        """Seconds without a word of the first node, once it is there or before."""
+        return self.silence_timeout_s if is_there else self.start_timeout_s
+
 
 class MetricsConfig(Section):
     """Exports of metrics to other programs. `RUN/metrics.jsonl` is always written."""

@@ -311,7 +311,7 @@ class OtherNodeLink(NodeLink):
     def _limit_s(self) -> float:
         # A node joins a run that is there.
         is_there = self._phase is not None or self._state.is_joined
-        return self._limits.silence_timeout_s if is_there else self._limits.start_timeout_s
+        return self._limits.patience_s(is_there=is_there)
 
     def _take(self, message: AnyMessage) -> None:
         if not isinstance(message, RunPhase):

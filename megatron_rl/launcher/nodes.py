@@ -158,12 +158,13 @@ def lost_place(run_dir: Path, limits: NodesConfig) -> Iterator[int | None]:
 
     Raises NodeLost when the first node does not start or falls silent.
     """
-    heard_at, limit_s = time.monotonic(), limits.start_timeout_s
+    heard_at, limit_s = time.monotonic(), limits.patience_s(is_there=False)
     known = _key_of(read_beat(run_dir))
     while True:
         beat = read_beat(run_dir)
         if beat is not None and _key_of(beat) != known and beat.phase != PREPARED:
-            known, heard_at, limit_s = _key_of(beat), time.monotonic(), limits.silence_timeout_s
+            known, heard_at = _key_of(beat), time.monotonic()
+            limit_s = limits.patience_s(is_there=True)
             if beat.has_ended:
                 yield None
                 return

@@ -53,8 +53,8 @@ from megatron_rl.weights.folders.finite import faulty_tensors
 from megatron_rl.weights.layout.local_names import named_parameters
 from megatron_rl.weights.layout.ranks import all_places
 from megatron_rl.weights.sync.control import Control
+from megatron_rl.weights.sync.leader import ExchangeSettings
 from megatron_rl.weights.sync.link import GeneratorLink, open_router
-from megatron_rl.weights.sync.members import ExchangeSettings
 from megatron_rl.weights.sync.reshard import Reshard
 from megatron_rl.weights.sync.syncer import WeightSyncer
 from megatron_rl.weights.sync.turns import MemoryTurns, end_turn_of_dead_trainer

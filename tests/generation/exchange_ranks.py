@@ -17,13 +17,14 @@ import torch
 from megatron_rl.config.tree import Config
 from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.train import open_control, open_syncer
-from megatron_rl.weights.exchange import parcels, sender
+from megatron_rl.weights.exchange import parcels
 from megatron_rl.weights.exchange.parcels import Ends
 from megatron_rl.weights.folders.export import save_hf
+from megatron_rl.weights.sync import reshard
 from megatron_rl.weights.sync.syncer import WeightSyncer
 
 ADMIT_S = 100.0
-ORIGINAL, ORIGINAL_SEND = parcels.pack, sender.send
+ORIGINAL, ORIGINAL_SEND = parcels.pack, reshard.send
 
 
 @dataclass(frozen=True)
@@ -107,11 +108,11 @@ def instrumented(script: Script, version: int, packed: list[float]) -> Callable:
 
     here = threading.local()
 
-    def send(ends: Ends, transport: Any, **options: Any) -> int:
+    def send(ends: Ends, transport: Any, **options: Any) -> None:
         here.receivers = {end.peer for parcels in ends for end in parcels} | {0}
-        return ORIGINAL_SEND(ends, transport, **options)
+        ORIGINAL_SEND(ends, transport, **options)
 
-    sender.send = send
+    reshard.send = send
 
     def pack(*args: object, **options: object) -> torch.Tensor:
         packed.append(time.monotonic())

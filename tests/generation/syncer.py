@@ -13,15 +13,12 @@ from transformers import LlamaForCausalLM
 
 from generation.engine import Engine
 from megatron_rl.protocol.types import Hello, Receive
-from megatron_rl.weights.exchange.engine_rank import Ready, Report, layouts_key, ready_key
 from megatron_rl.weights.exchange.group import open_store
-from megatron_rl.weights.exchange.lanes import Lanes
-from megatron_rl.weights.exchange.layouts import Layouts, kind_of
+from megatron_rl.weights.exchange.group_transport import open_transport
+from megatron_rl.weights.exchange.orders import Call, Ready, Report, key
 from megatron_rl.weights.exchange.parcels import outgoing, send
-from megatron_rl.weights.exchange.plan import Plan
-from megatron_rl.weights.exchange.sender import go_key
-from megatron_rl.weights.exchange.shared_transport import done_key
-from megatron_rl.weights.exchange.transport import Buffers, Round, stages_all
+from megatron_rl.weights.exchange.plan import Layouts, Plan, kind_of
+from megatron_rl.weights.exchange.transport import stages_all
 from megatron_rl.weights.layout.place import Place
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import as_matrix
@@ -63,31 +60,32 @@ class SliceSender:
     def __init__(self, exchange: Exchange) -> None:
         order = exchange.receive
         self._store = open_store(order.address, order.port, is_master=True, timeout_s=TIMEOUT_S)
-        self._store.set(layouts_key(0), msgspec.json.encode(exchange.layouts))
+        self._store.set(key("layouts", 0), msgspec.json.encode(exchange.layouts))
         self._plan, self._ranks = exchange.layouts.plan(), exchange.layouts.kind.world_size
-        self._lanes = Lanes(self._store, self._plan, 0, Buffers())
+        self._transport = open_transport(
+            self._store, 0, DEVICE, backend=order.backend, dtype=DTYPE, folder=order.folder
+        )
 
     def send(self, exchange: Exchange, parameters: dict[str, Tensor]) -> list[Report]:
         """What the receivers say."""
         order = exchange.receive
         for rank in range(self._ranks):
-            key = ready_key(order.attempt, order.replica, rank)
-            ready = msgspec.json.decode(self._store.get(key), type=Ready)
+            said = self._store.get(key("ready", order.attempt, order.replica, rank))
+            ready = msgspec.json.decode(said, type=Ready)
             assert not ready.error, ready.error
         of_all = (order.replica,)
-        go = Round(order.attempt, order.version, 0, order.syncer, of_all, TIMEOUT_S, TIMEOUT_S)
-        self._store.set(go_key(order.attempt), msgspec.json.encode(go))
-        patience = go.patience()
-        transport = self._lanes.open(go, order.backend, DEVICE, patience)
+        go = Call(order.attempt, order.version, 0, order.syncer, of_all, TIMEOUT_S, TIMEOUT_S)
+        self._store.set(key("go", order.attempt), msgspec.json.encode(go))
+        self._transport.begin(go, self._plan)
         held = of_trainer(exchange.layouts.shape, parameters)
         rounds = self._plan.of_sender(0)
         ends = outgoing(rounds, held, DTYPE, stages_all=stages_all(order.backend))
-        send(ends, transport, dtype=DTYPE, version=order.version, patience=patience)
-        keys = [done_key(order.attempt, order.replica, rank) for rank in range(self._ranks)]
-        return [msgspec.json.decode(self._store.get(key), type=Report) for key in keys]
+        send(ends, self._transport, dtype=DTYPE, version=order.version)
+        keys = [key("done", order.attempt, order.replica, rank) for rank in range(self._ranks)]
+        return [msgspec.json.decode(self._store.get(each), type=Report) for each in keys]
 
     def close(self) -> None:
-        self._lanes.close()
+        self._transport.close()
 
 
 def of_trainer(shape: ModelShape, named: dict[str, Tensor]) -> dict[str, Tensor]:

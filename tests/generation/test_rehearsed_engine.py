@@ -13,7 +13,7 @@ from generation.sglang_engine import SGLangEngine
 from generation.sglang_trace import RankTrace
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
-from megatron_rl.weights.exchange.layouts import EngineKind
+from megatron_rl.weights.exchange.plan import EngineKind
 from megatron_rl.weights.layout.shape import read_shape
 from megatron_rl.weights.layout.slices import Slice
 from tests.generation import layout_loader

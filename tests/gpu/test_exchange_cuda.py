@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.weights.exchange.group import open_store
-from megatron_rl.weights.exchange.lanes import Lanes
+from megatron_rl.weights.exchange.group_transport import open_transport
+from megatron_rl.weights.exchange.orders import Call, Report
 from megatron_rl.weights.exchange.packets import word_sums
-from megatron_rl.weights.exchange.parcels import Received, incoming, outgoing, receive, send
+from megatron_rl.weights.exchange.parcels import incoming, outgoing, receive, send
 from megatron_rl.weights.exchange.plan import make_plan
-from megatron_rl.weights.exchange.transport import IPC, Buffers, Round, stages_all
+from megatron_rl.weights.exchange.transport import IPC, stages_all
 from megatron_rl.weights.layout.slices import Slice
 from tests.distributed import run_ranks
 from tests.ports import free_port
@@ -44,7 +45,7 @@ def device_of(rank: int, backend: str) -> torch.device:
 
 def exchange(
     port: int, expected_version: int, backend: str = "nccl"
-) -> tuple[bool, Received | None, int]:
+) -> tuple[bool, Report | None, int]:
     """Rank 0 holds a matrix, rank 1 its two halves by columns and a vector.
 
     Returns (whether all is right, what was received, most bytes of buffers).
@@ -64,25 +65,25 @@ def exchange(
         itemsize=2,
         bucket_bytes=1 << 20,
     )
-    order = Round(0, 1, 0, "cuda", ("engine",), LIMIT_S, LIMIT_S)
-    patience = order.patience()
-    lanes = Lanes(store, plan, rank, Buffers())
-    transport = lanes.open(order, backend, device, patience, "engine" if rank else "")
-    options = {"dtype": torch.bfloat16, "patience": patience}
+    call = Call(0, 1, 0, "cuda", ("engine",), LIMIT_S, LIMIT_S)
+    transport = open_transport(
+        store, rank, device, backend=backend, dtype=torch.bfloat16, folder=""
+    )
+    transport.begin(call, plan, replica="engine" if rank else "")
     if rank == 0:
         held = {"m": whole.to(device), "v": vector.to(device)}
         ends = outgoing(plan.of_sender(0), held, torch.bfloat16, stages_all=stages_all(backend))
-        peak = send(ends, transport, version=1, **options)
+        send(ends, transport, dtype=torch.bfloat16, version=1)
         # The store is here.
         store.wait(["over"], timedelta(seconds=LIMIT_S))
-        return True, None, peak
+        return True, None, transport.peak_bytes
     held = {
         "left": torch.zeros(ROWS, CUT, dtype=torch.bfloat16, device=device),
         "right": torch.zeros(ROWS, COLUMNS - CUT, dtype=torch.bfloat16, device=device),
         "v": torch.zeros(77, dtype=torch.bfloat16, device=device),
     }
     ends = incoming(plan.of_receiver(1), held, torch.bfloat16, stages_all=stages_all(backend))
-    result = receive(ends, transport, version=expected_version, **options)
+    result = receive(ends, transport, dtype=torch.bfloat16, version=expected_version)
     store.set("over", "")
     found = torch.cat([held["left"], held["right"]], 1).cpu()
     is_right = torch.equal(found, whole) and torch.equal(held["v"].cpu(), vector)

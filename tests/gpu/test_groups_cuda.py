@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.weights.exchange.group import open_store, start_batch, wait_until
-from megatron_rl.weights.exchange.lanes import Lanes
+from megatron_rl.weights.exchange.group import open_store, start_batch
+from megatron_rl.weights.exchange.group_transport import GroupTransport
+from megatron_rl.weights.exchange.orders import Call
 from megatron_rl.weights.exchange.plan import Move, Parcel, Plan
-from megatron_rl.weights.exchange.transport import Buffers, Round
 from tests.distributed import run_ranks
 from tests.gpu.test_exchange_cuda import device_of
 from tests.ports import free_port
@@ -32,7 +32,7 @@ PLAN = Plan(((Parcel(0, 1, (Move(1, 1, "a", 0, 0, "a", 0, 0),)),),), 2, 1)
 ENVIRONMENT = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": str(int(DEADLINE_S))}
 
 
-def begin(port: int) -> tuple[Lanes, torch.device, dist.TCPStore]:
+def begin(port: int) -> tuple[GroupTransport, torch.device, dist.TCPStore]:
     """This rank's end; the trainer also gets a default group, made as the backend makes it."""
     rank = int(os.environ["RANK"])
     device = device_of(rank, "nccl")
@@ -41,13 +41,13 @@ def begin(port: int) -> tuple[Lanes, torch.device, dist.TCPStore]:
         own = dist.PrefixStore("trainer", store)
         dist.init_process_group("nccl", store=own, rank=0, world_size=1, device_id=device)
         assert own_sum(device) == 3.0
-    return Lanes(store, PLAN, rank, Buffers()), device, store
+    return GroupTransport(store, rank, device, "nccl"), device, store
 
 
-def form(lanes: Lanes, device: torch.device, limit_s: float, name: str = "exchange") -> None:
+def form(transport: GroupTransport, limit_s: float, name: str = "exchange") -> None:
     """Open the lane of the only engine rank, or fail in time."""
-    order = Round(0, 1, 0, name, ("engine",), limit_s, limit_s)
-    lanes.open(order, "nccl", device, order.patience(), "engine" if lanes._rank else "")
+    call = Call(0, 1, 0, name, ("engine",), limit_s, limit_s)
+    transport.begin(call, PLAN, replica="engine" if transport._rank else "")
 
 
 def own_sum(device: torch.device) -> float:
@@ -58,15 +58,15 @@ def own_sum(device: torch.device) -> float:
 
 
 def sent_beside_a_bound_group(port: int) -> bool:
-    lanes, device, store = begin(port)
-    form(lanes, device, LIMIT_S)
+    transport, device, store = begin(port)
+    form(transport, LIMIT_S)
     numbers = torch.arange(NUMBERS, device=device, dtype=torch.float32)
-    data = numbers if lanes._rank == 0 else torch.zeros_like(numbers)
-    operation = dist.isend if lanes._rank == 0 else dist.irecv
-    op = dist.P2POp(operation, data, group=lanes._lanes[1].group, group_peer=1 - lanes._rank)
+    data = numbers if transport._rank == 0 else torch.zeros_like(numbers)
+    operation = dist.isend if transport._rank == 0 else dist.irecv
+    op = dist.P2POp(operation, data, group=transport.lanes[1].group, group_peer=1 - transport._rank)
     for work in start_batch([op], device):
-        wait_until(work, time.monotonic() + LIMIT_S)
-    if lanes._rank == 0:
+        work.wait(timedelta(seconds=LIMIT_S))
+    if transport._rank == 0:
         store.wait(["over"], timedelta(seconds=LIMIT_S))
         bound = dist.distributed_c10d._get_default_group().bound_device_id
         return bound == device and own_sum(device) == 3.0
@@ -81,14 +81,14 @@ def test_an_exchange_group_forms_beside_a_default_group_that_is_bound_to_a_devic
 
 
 def stalled_while_forming(port: int) -> tuple[float, bool]:
-    lanes, device, store = begin(port)
-    if lanes._rank == 1:
+    transport, device, store = begin(port)
+    if transport._rank == 1:
         # The store's own address is all that it has taken of the exchange.
         store.wait(["over"], timedelta(seconds=4 * LIMIT_S))
         return 0.0, True
     started = time.monotonic()
     with pytest.raises(RuntimeError):
-        form(lanes, device, DEADLINE_S)
+        form(transport, DEADLINE_S)
     waited_s = time.monotonic() - started
     time.sleep(WATCHDOG_S)
     is_alive = own_sum(device) == 3.0
@@ -107,32 +107,32 @@ def test_an_engine_that_stalls_while_a_group_forms_costs_the_deadline(
 
 
 def failed_transfer(port: int) -> tuple[float, bool]:
-    lanes, device, store = begin(port)
-    form(lanes, device, LIMIT_S)
-    if lanes._rank == 1:
+    transport, device, store = begin(port)
+    form(transport, LIMIT_S)
+    if transport._rank == 1:
         # It never takes what is sent to it.
         store.wait(["over"], timedelta(seconds=4 * LIMIT_S))
-        form_another(lanes, device)
+        form_another(transport, device)
         return 0.0, True
     data = torch.ones(64 * NUMBERS, device=device)
     started = time.monotonic()
     with pytest.raises(RuntimeError):
-        op = dist.P2POp(dist.isend, data, group=lanes._lanes[1].group, group_peer=1)
+        op = dist.P2POp(dist.isend, data, group=transport.lanes[1].group, group_peer=1)
         for work in start_batch([op], device):
-            wait_until(work, started + DEADLINE_S)
-    lanes.close()
+            work.wait(timedelta(seconds=DEADLINE_S))
+    transport.close()
     waited_s = time.monotonic() - started
     time.sleep(WATCHDOG_S)
     is_alive = own_sum(device) == 3.0
     store.set("over", "")
-    form_another(lanes, device)
+    form_another(transport, device)
     return waited_s, is_alive
 
 
-def form_another(failed: Lanes, device: torch.device) -> None:
+def form_another(failed: GroupTransport, device: torch.device) -> None:
     """In the thread in which a transfer failed."""
-    again = Lanes(failed._store, PLAN, failed._rank, Buffers())
-    form(again, device, LIMIT_S, "again")
+    again = GroupTransport(failed._store, failed._rank, device, "nccl")
+    form(again, LIMIT_S, "again")
 
 
 def test_a_failed_transfer_leaves_the_trainer_alive(

@@ -11,7 +11,7 @@ from megatron_rl.rollout_queue.admission import LeaseRules
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.peers import Peer, Peers
-from megatron_rl.rollout_queue.unleased_groups import PendingGroup
+from megatron_rl.rollout_queue.unleased_groups import Eligible, PendingGroup
 from tests.rollout_queue.makers import make_prompt, make_rollout
 
 CONFIG = QueueConfig(heartbeat_timeout_s=20, lease_timeout_s=30, max_attempts=50)
@@ -32,7 +32,7 @@ class SlowLeases(Leases):
         )
         for anywhere in (False, True):
             walked = self._walk(queue, rules, anywhere=anywhere)
-            eligible = self._all_eligible(rules)
+            eligible = Eligible(*(self._eligible(rules, is_evaluation=e) for e in (False, True)))
             assert self._waiting.choose(rules, eligible, anywhere=anywhere) == walked
             if walked is not None or may_open:
                 return walked

@@ -13,12 +13,13 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megatron_rl.config.tree import Config
-from megatron_rl.weights.exchange.group import Patience
+from megatron_rl.weights.exchange.group_transport import GroupTransport
+from megatron_rl.weights.exchange.orders import Call
 from megatron_rl.weights.exchange.parcels import incoming, outgoing
-from megatron_rl.weights.exchange.plan import Move, Parcel
-from megatron_rl.weights.exchange.transport import Buffers, GroupTransport, Lane
+from megatron_rl.weights.exchange.plan import Move, Parcel, Plan
 from tests.distributed import run_ranks
 from tools.bench.measuring import rounded
 from tools.bench.weights import (
@@ -143,18 +144,15 @@ def carried(method: str) -> tuple[list[list[float]], int]:
     rank = int(os.environ["RANK"])
     address = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=3)
-    assert dist.group.WORLD is not None
-    lanes = {1: Lane(dist.group.WORLD, (0,), 2, rank - 1)}
-    transport = GroupTransport(lanes, torch.device("cpu"), Buffers())
+    store = distributed_c10d._get_default_store()
+    transport = GroupTransport(store, min(rank, 1), torch.device("cpu"), "gloo")
     # By itself and in one run; by itself, but in parts of rows at the receiver; with the trailer.
     alone, parts = Move(256, 256, "a", 0, 0, "a", 0, 0), Move(256, 256, "b", 0, 0, "b", 0, 8)
     rounds = [[Parcel(0, 1, (alone,))], [Parcel(0, 1, (parts, Move(2, 3, "c", 0, 1, "c", 0, 0)))]]
     held = {"a": torch.zeros(256, 256), "b": torch.zeros(256, 300), "c": torch.zeros(2, 4)}
-    options: dict[str, Any] = {
-        "dtype": torch.float32,
-        "version": 1,
-        "patience": Patience(time.monotonic() + 20, 20.0),
-    }
+    call = Call(0, group="lanes", replicas=("a", "b"), left_s=20.0, wait_s=20.0)
+    transport.begin(call, Plan(tuple(map(tuple, rounds)), 4, 1), replica=("", "a", "b")[rank])
+    options: dict[str, Any] = {"dtype": torch.float32, "version": 1}
     if rank == 0:
         held = {"a": numbers(256), "b": numbers(256) + 1, "c": torch.arange(8.0).view(2, 4)}
         SEND[method](outgoing(rounds, held, torch.float32), transport, **options)
@@ -163,6 +161,7 @@ def carried(method: str) -> tuple[list[list[float]], int]:
         ends = incoming(rounds, held, torch.float32)
         got = RECEIVE[method](ends, transport, **options).payload_bytes
     dist.barrier()
+    transport.close()
     dist.destroy_process_group()
     return [each.flatten().tolist() for each in held.values()], got
 

@@ -24,8 +24,8 @@ from megatron_rl.weights.layout.slices import Share
 from megatron_rl.weights.layout.trainer_layout import trainer_slices
 from megatron_rl.weights.sync import leader
 from megatron_rl.weights.sync.control import Control
-from megatron_rl.weights.sync.link import GeneratorLink
-from megatron_rl.weights.sync.members import ExchangeSettings, Outcome
+from megatron_rl.weights.sync.leader import ExchangeSettings
+from megatron_rl.weights.sync.link import GeneratorLink, Outcome
 from megatron_rl.weights.sync.reshard import Reshard
 from megatron_rl.weights.sync.syncer import WeightSyncer
 from megatron_rl.weights.sync.turns import MemoryTurns

@@ -24,7 +24,7 @@ from generation.engine import EngineError
 from generation.weight_client import WeightClient, await_room
 from megatron_rl.protocol.process import die_with_parent
 from megatron_rl.protocol.types import Receive
-from megatron_rl.weights.exchange import lanes, parcels
+from megatron_rl.weights.exchange import group_transport, parcels
 from megatron_rl.weights.exchange.engine_rank import EngineRank
 from megatron_rl.weights.exchange.packets import Packet
 from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
@@ -241,11 +241,11 @@ class ScriptedRank:
             pipe.send(answer)
 
     def take(self, order: Receive, fault: str) -> bool:
-        real_unpack, real_join = parcels.unpack, lanes.join_group
+        real_unpack, real_join = parcels.unpack, group_transport.join_group
         if self._rank == 0:
             bring(fault, self._folder)
         self._exchange.take(order)
-        parcels.unpack, lanes.join_group = real_unpack, real_join
+        parcels.unpack, group_transport.join_group = real_unpack, real_join
         return True
 
     def is_right(self, version: int, fault: str) -> bool:
@@ -283,6 +283,6 @@ def bring(fault: str, folder: Path) -> None:
         os.killpg(0, signal.SIGKILL)
 
     if fault == "die join":
-        lanes.join_group = join
+        group_transport.join_group = join
     elif fault.startswith(("die transfer", "stop reading", "damage")):
         parcels.unpack = unpack

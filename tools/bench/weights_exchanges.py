@@ -12,30 +12,40 @@ import functools
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.weights.exchange import lanes
-from megatron_rl.weights.exchange.group import Patience, Work, wait_until
+from megatron_rl.weights.exchange import group_transport
+from megatron_rl.weights.exchange.group_transport import GroupTransport
+from megatron_rl.weights.exchange.orders import Report
 from megatron_rl.weights.exchange.packets import Packet, digest
-from megatron_rl.weights.exchange.parcels import Ends, Received, payload_bytes
-from megatron_rl.weights.exchange.transport import GroupTransport
+from megatron_rl.weights.exchange.parcels import Ends, payload_bytes
+from megatron_rl.weights.exchange.transport import Round, Wait
 
 RAW, FLOOR, GLOO = "raw", "floor", "gloo"
 SO_MAX_PACING_RATE = 47
 """Bytes per second, socket(7); not in the module `socket`. TCP paces itself since Linux 4.13."""
-Rounds = Sequence[Sequence[list[Packet]]]
-Move = Callable[[Ends, Rounds, GroupTransport, Patience], None]
 
 
-def send_floor(
-    ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, patience: Patience, **_: object
-) -> int:
+def send_raw(ends: Ends, transport: GroupTransport, **_: object) -> None:
+    """`parcels.send` with plain bytes."""
+    _send(_plain(ends, transport), transport)
+
+
+def receive_raw(
+    ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, **_: object
+) -> Report:
+    """`parcels.receive` of plain bytes, which are discarded."""
+    started, rounds = time.monotonic(), _plain(ends, transport)
+    _receive(rounds, transport)
+    return _report(ends, transport, dtype, started)
+
+
+def send_floor(ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, **_: object) -> None:
     """`parcels.send` without checks: its packets, and digests of the copied packets."""
 
     def fill(packet: Packet) -> None:
@@ -44,13 +54,12 @@ def send_floor(
         if packet.is_staged:
             digest(packet.payload)
 
-    _send(ends, [[end.packets for end in each] for each in ends], transport, patience, fill)
-    return transport.peak_bytes
+    _send(ends, transport, fill)
 
 
 def receive_floor(
-    ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, patience: Patience, **_: object
-) -> Received:
+    ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, **_: object
+) -> Report:
     """`parcels.receive` without checks: digests each packet, and copies staged packets."""
     started = time.monotonic()
 
@@ -59,25 +68,51 @@ def receive_floor(
         for place, held in packet.staged(dtype):
             place.copy_(held)
 
-    _receive(ends, [[end.packets for end in each] for each in ends], transport, patience, empty)
-    seconds = time.monotonic() - started
-    return Received(payload_bytes(ends, dtype), transport.peak_bytes, seconds)
+    _receive(ends, transport, empty)
+    return _report(ends, transport, dtype, started)
 
 
-def _plain(ends: Ends) -> Rounds:
+def send_gloo(ends: Ends, transport: GroupTransport, **_: object) -> None:
+    """`parcels.send` by broadcasts of plain bytes."""
+    _broadcast(_plain(ends, transport), transport)
+
+
+def receive_gloo(
+    ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, **_: object
+) -> Report:
+    """`parcels.receive` by broadcasts of plain bytes, which are discarded."""
+    started, rounds = time.monotonic(), _plain(ends, transport)
+    _broadcast(rounds, transport)
+    return _report(ends, transport, dtype, started)
+
+
+SEND = {RAW: send_raw, FLOOR: send_floor, GLOO: send_gloo}
+RECEIVE = {RAW: receive_raw, FLOOR: receive_floor, GLOO: receive_gloo}
+
+
+def _plain(ends: Ends, transport: GroupTransport) -> Ends:
     """One packet per parcel, in memory that every other round uses again."""
-    sizes = [[sum(packet.nbytes for packet in end.packets) for end in each] for each in ends]
-    largest = max(map(sum, sizes))
+    largest = max(sum(end.nbytes for end in each) for each in ends)
+    transport.peak_bytes = 2 * largest
     rounds = []
-    for number, lengths in enumerate(sizes):
+    for number, each in enumerate(ends):
+        lengths = [end.nbytes for end in each]
         buffers = _memory(number % 2, largest)[: sum(lengths)].split(lengths) if lengths else ()
-        rounds.append([[Packet([], each.nbytes, each)] for each in buffers])
+        rounds.append(
+            [
+                end._replace(packets=[Packet([], buffer.nbytes, buffer)])
+                for end, buffer in zip(each, buffers, strict=True)
+            ]
+        )
     return rounds
 
 
-def _most(rounds: Rounds) -> int:
-    sizes = [sum(packet.nbytes for packets in each for packet in packets) for each in rounds]
-    return 2 * max(sizes)
+def _report(ends: Ends, transport: GroupTransport, dtype: torch.dtype, started: float) -> Report:
+    return Report(
+        payload_bytes=payload_bytes(ends, dtype),
+        peak_bytes=transport.peak_bytes,
+        seconds=time.monotonic() - started,
+    )
 
 
 @functools.cache
@@ -87,102 +122,57 @@ def _memory(half: int, size: int) -> torch.Tensor:
 
 @torch.no_grad()
 def _send(
-    ends: Ends,
-    rounds: Rounds,
-    transport: GroupTransport,
-    patience: Patience,
-    fill: Callable[[Packet], None] | None = None,
+    ends: Ends, transport: GroupTransport, fill: Callable[[Packet], None] | None = None
 ) -> None:
     """As `parcels.send`. fill: makes a packet ready; None: it is."""
-    flying: list[Work] = []
-    for each, held in zip((*ends, ()), (*rounds, ()), strict=True):
+    wait: Wait = _nothing
+    for each in (*ends, ()):
         if fill is not None:
-            transport.lend(held, patience, is_sender=True)
-            _apply(fill, held)
-        works = transport.send([end.peer for end in each], held)
-        _wait(flying, patience)
-        flying = [work for parcel in works for work in parcel]
+            transport.lend(each)
+            _apply(fill, each)
+        before, wait = wait, transport.send(each)
+        before()
 
 
 @torch.no_grad()
 def _receive(
-    ends: Ends,
-    rounds: Rounds,
-    transport: GroupTransport,
-    patience: Patience,
-    empty: Callable[[Packet], None] | None = None,
+    ends: Ends, transport: GroupTransport, empty: Callable[[Packet], None] | None = None
 ) -> None:
     """As `parcels.receive`. empty: takes a packet that has arrived; None: it is discarded."""
-    arrived: Sequence[list[Packet]] = ()
-    for each, held in zip((*ends, ()), (*rounds, ()), strict=True):
+    arrived: Round = ()
+    for each in (*ends, ()):
         if empty is not None:
-            transport.lend(held, patience, is_sender=False)
-        works, onward = transport.receive([end.peer for end in each], held, arrived)
+            transport.lend(each)
+        wait = transport.receive(each, arrived)
         if empty is not None:
             _apply(empty, arrived)
-        _wait([*onward, *(work for parcel in works for work in parcel)], patience)
-        arrived = held
+        wait()
+        arrived = each
 
 
-def _broadcast(ends: Ends, rounds: Rounds, transport: GroupTransport, patience: Patience) -> None:
+def _broadcast(ends: Ends, transport: GroupTransport) -> None:
     """All parcels of a lane by its root's broadcasts, two rounds in flight."""
-    flying: list[Work] = []
-    for each, held in zip((*ends, ()), (*rounds, ()), strict=True):
+    flying: list[dist.Work] = []
+    for each in (*ends, ()):
         works = []
-        for end, packets in zip(each, held, strict=True):
+        for end in each:
             # At the root the peer is the receiver, whose lane it is.
-            lane = transport._lanes.get(end.peer) or next(iter(transport._lanes.values()))
-            for packet in packets:
+            lane = transport.lanes.get(end.peer) or next(iter(transport.lanes.values()))
+            for packet in end.packets:
                 work = dist.broadcast(packet.data, group_src=0, group=lane.group, async_op=True)
                 works.append(work)
-        _wait(flying, patience)
+        for work in flying:
+            work.wait(transport.left())
         flying = works
 
 
-def _apply(function: Callable[[Packet], None], parcels: Sequence[list[Packet]]) -> None:
-    for packet in (packet for packets in parcels for packet in packets):
-        function(packet)
+def _nothing() -> None:
+    """Before the first round."""
 
 
-def _wait(works: Sequence[Work], patience: Patience) -> None:
-    for work in works:
-        wait_until(work, patience.ends_at())
-
-
-def _send_plain(
-    move: Move, ends: Ends, transport: GroupTransport, *, patience: Patience, **_: object
-) -> int:
-    """`parcels.send` of plain bytes by `move`."""
-    rounds = _plain(ends)
-    move(ends, rounds, transport, patience)
-    return _most(rounds)
-
-
-def _receive_plain(
-    move: Move,
-    ends: Ends,
-    transport: GroupTransport,
-    *,
-    dtype: torch.dtype,
-    patience: Patience,
-    **_: object,
-) -> Received:
-    """`parcels.receive` of plain bytes by `move`, which are discarded."""
-    started, rounds = time.monotonic(), _plain(ends)
-    move(ends, rounds, transport, patience)
-    return Received(payload_bytes(ends, dtype), _most(rounds), time.monotonic() - started)
-
-
-SEND = {
-    RAW: partial(_send_plain, _send),
-    FLOOR: send_floor,
-    GLOO: partial(_send_plain, _broadcast),
-}
-RECEIVE = {
-    RAW: partial(_receive_plain, _receive),
-    FLOOR: receive_floor,
-    GLOO: partial(_receive_plain, _broadcast),
-}
+def _apply(do: Callable[[Packet], None], parcels: Round) -> None:
+    for packet in (packet for end in parcels for packet in end.packets):
+        do(packet)
 
 
 @contextmanager
@@ -192,13 +182,15 @@ def limited_links(bytes_per_s: int) -> Iterator[None]:
     In a sender this limits an engine rank served by one rank, as if it had its own link. The kernel
     delays the packets of a full link; the sender's other connections continue.
     """
-    connect = lanes.connect_group
+    connect = group_transport.connect_group
 
     def connect_limited(*arguments: object) -> None:
         connect(*arguments)
         limit_connections(bytes_per_s)
 
-    with patch.object(lanes, "connect_group", connect_limited if bytes_per_s else connect):
+    with patch.object(
+        group_transport, "connect_group", connect_limited if bytes_per_s else connect
+    ):
         yield
 
 

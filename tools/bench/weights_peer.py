@@ -33,9 +33,10 @@ import torch.distributed as dist
 
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.process import run_main, set_up_logging
-from megatron_rl.protocol.types import Receive
-from megatron_rl.weights.exchange import engine_rank, parcels, sender
-from megatron_rl.weights.sync.members import Member, Outcome
+from megatron_rl.protocol.types import Hello, Receive
+from megatron_rl.weights.exchange import engine_rank, parcels
+from megatron_rl.weights.sync import reshard
+from megatron_rl.weights.sync.link import Outcome
 from tools.bench.children import read_job
 from tools.bench.measuring import rotations, start_peak, status_bytes
 from tools.bench.weights_exchanges import (
@@ -93,19 +94,19 @@ class Exchange:
         self.stall_s = 0.0
         """Wait of the caller in the last overlapped weight sync."""
 
-    def sync(self, members: list[Member], version: int) -> Outcome:
+    def sync(self, members: dict[str, Hello], version: int) -> Outcome:
         """Sync by the named exchange."""
         if self._name == OVERLAP:
             return self._sync_overlapped(members, version)
         is_floor = self._name == FLOOR
         find_digests = parcels.digest_in_place if is_floor else lambda packets: None
         with (
-            patch.object(sender, "send", SEND[self._name]),
+            patch.object(reshard, "send", SEND[self._name]),
             patch.object(parcels, "digest_in_place", find_digests),
         ):
             return self._method.sync(members, version)
 
-    def _sync_overlapped(self, members: list[Member], version: int) -> Outcome:
+    def _sync_overlapped(self, members: dict[str, Hello], version: int) -> Outcome:
         """Begin, sleep until rank 0 has finished, end."""
         started = time.monotonic()
         self._method.begin(members, version)
@@ -134,8 +135,7 @@ def sync_by_all(cfg: Config, job: Job) -> None:
             link.await_peers(cfg.generator.replicas, cfg.weights.join_timeout_s)
         control = Control(policy.backend.host_group(3 * cfg.weights.deadline_s))
         peers = link.peers if link is not None else {}
-        members = [Member(name, hello) for name, hello in sorted(peers.items())]
-        members = control.share(members, list[Member])
+        members = control.share(dict(sorted(peers.items())), dict[str, Hello])
         methods = {
             name: open_named(name, cfg, policy, control=control, link=link) for name in job.methods
         }
@@ -169,21 +169,23 @@ def open_named(name: str, cfg: Config, policy: Any, **given: Any) -> Any:
     return method if name == known else Exchange(method, name)
 
 
-def minimum_bytes(policy: Any, members: list[Member]) -> int:
+def minimum_bytes(policy: Any, members: dict[str, Hello]) -> int:
     """Parameter bytes of all engine ranks."""
-    from megatron_rl.weights.exchange.layouts import kind_of
+    from megatron_rl.weights.exchange.plan import kind_of
 
     slices = [
         part
-        for member in members
-        for rank in range(member.hello.world_size)
-        for part in kind_of(member.hello).slices(policy.shape, rank)
+        for hello in members.values()
+        for rank in range(hello.world_size)
+        for part in kind_of(hello).slices(policy.shape, rank)
     ]
     itemsize = next(policy.chunks[0].parameters()).dtype.itemsize
     return itemsize * sum(part.size for part in slices)
 
 
-def measure(name: str, method: Any, members: list[Member], version: int, minimum: int) -> Sample:
+def measure(
+    name: str, method: Any, members: dict[str, Hello], version: int, minimum: int
+) -> Sample:
     """One weight sync."""
     start_peak()
     resident, loopback, started = status_bytes("VmRSS"), loopback_bytes(), time.monotonic()

@@ -151,9 +151,7 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
         backend.make_deterministic()
     backend.check_offload(cfg.optimizer)
     backend.check_offload(cfg.sft.optimizer)
-    if cfg.parallel.overlap_tensor:
-        tensor_overlap.check_host(has_engine=backend.layers == "transformer_engine")
-        tensor_overlap.check_shape(shape.hidden, cfg.train.microbatch_tokens)
+    tensor_overlap.check(cfg, shape.hidden, has_engine=backend.layers == "transformer_engine")
     raise_file_limit(FILES_OF_A_RANK + 2 * cfg.parallel.world_size, "a rank of this trainer")
     backend.init_distributed(
         cfg.parallel, seed=cfg.run.seed, timeout_s=cfg.train.collective_timeout_s

@@ -1,15 +1,8 @@
 """An engine rank's part in weight syncs: it takes its parcels, and hands them on.
 
 Runs in every rank of an engine, while the engine is paused: the rank's device does nothing else.
-Shared by engines; needs torch and messages alone. The rank reports in the store of trainer rank 0,
-because SGLang passes on neither a loader's result nor its error:
-
-| key | set by | says |
-|---|---|---|
-| `layouts/N` | trainer rank 0 | `Layouts`, from which the rank computes its plan |
-| `ready/ATTEMPT/REPLICA/RANK` | the rank | `Ready`: whether it can receive, and what it holds |
-| `go/ATTEMPT` | trainer rank 0 | a `Round`: who takes part |
-| `done/ATTEMPT/REPLICA/RANK` | the rank | a `Report` |
+Shared by engines; needs torch and messages alone. The rank reports in the store of trainer rank 0
+(`orders.py`), because SGLang passes on neither a loader's result nor its error.
 """
 
 import logging
@@ -24,58 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.protocol.types import Receive
-from megatron_rl.weights.exchange.folder import Folder
-from megatron_rl.weights.exchange.folder_transport import FolderEnd, FolderTransport
 from megatron_rl.weights.exchange.group import open_store
-from megatron_rl.weights.exchange.lanes import Lanes
-from megatron_rl.weights.exchange.layouts import Layouts
-from megatron_rl.weights.exchange.parcels import incoming, receive
-from megatron_rl.weights.exchange.plan import Plan, Rounds
-from megatron_rl.weights.exchange.sender import failed_key, go_key
-from megatron_rl.weights.exchange.shared_transport import done_key
-from megatron_rl.weights.exchange.staged import StagedParameters, StagedRounds
-from megatron_rl.weights.exchange.transport import (
-    FOLDER,
-    Buffers,
-    Round,
-    Transport,
-    stages_all,
-)
+from megatron_rl.weights.exchange.group_transport import open_transport
+from megatron_rl.weights.exchange.orders import Call, Ready, Report, key
+from megatron_rl.weights.exchange.parcels import StagedParameters, incoming, receive
+from megatron_rl.weights.exchange.plan import Layouts, Plan, Rounds
+from megatron_rl.weights.exchange.transport import Transport, stages_all
 from megatron_rl.weights.layout.engine_checks import check_slices
 from megatron_rl.weights.layout.slices import Slice
 
 log = logging.getLogger(__name__)
-
-
-def layouts_key(number: int) -> str:
-    """See the module's table."""
-    return f"layouts/{number}"
-
-
-def ready_key(attempt: int, replica: str, rank: int) -> str:
-    """See the module's table. rank: among the engine's."""
-    return f"ready/{attempt}/{replica}/{rank}"
-
-
-class Ready(msgspec.Struct, frozen=True):
-    """What one engine rank says before a transfer."""
-
-    error: str = ""
-    """Why it cannot receive; empty: it can."""
-    holds: int = -1
-    """Version that its parameters hold bit for bit; -1: none, or not in the type on the wire."""
-
-
-class Report(msgspec.Struct, frozen=True):
-    """What one engine rank says of one transfer."""
-
-    error: str = ""
-    """Empty when every parcel arrived, damaged or not."""
-    damaged: int = 0
-    payload_bytes: int = 0
-    """That arrived; with FOLDER, of the files."""
-    peak_bytes: int = 0
-    seconds: float = 0.0
 
 
 class Refused(RuntimeError):
@@ -88,26 +39,18 @@ class _Syncer:
 
     name: str
     store: dist.TCPStore
+    transport: Transport | None = None
     version: int = -1
     """What arrived last."""
     is_whole: bool = False
     """Whether the parameters hold it: no transfer has failed since."""
-    folder: FolderEnd | None = None
     layouts: int = -1
     """Number of the layouts that the plan follows."""
     plan: Plan | None = None
     rounds: Rounds = field(default_factory=list)
     """This rank's part of the plan, which is known to fit the parameters."""
-    group: str = ""
-    lanes: Lanes | None = None
     takes_part: bool = False
     """Whether other ranks count on this one in the present transfer."""
-
-    def leave_group(self) -> None:
-        """Peers that wait for this rank fail then."""
-        if self.lanes is not None:
-            self.lanes.close()
-        self.group, self.lanes = "", None
 
 
 class EngineRank:
@@ -128,7 +71,6 @@ class EngineRank:
         self._parameters, self._rank, self._dtype = parameters, rank, dtype
         self._may_pad_ffn = may_pad_ffn
         self._syncer: _Syncer | None = None
-        self._buffers = Buffers()
         self._staged: StagedParameters | None = None
 
     def take(self, order: Receive) -> None:
@@ -143,28 +85,30 @@ class EngineRank:
             # An error that left a loader of SGLang 0.5.23 would end the server.
             log.exception("attempt %d of %s failed", order.attempt, order.syncer)
             report = Report(error=f"engine rank {self._rank}: {type(error).__name__}: {error}")
-        if report.error and self._syncer is not None:
-            # Rank 0 may still wait for `ready`, and would not look at `done` before.
-            self._say_ready(order, Ready(report.error))
-            if self._syncer.takes_part:
-                text = f"{order.replica}: {report.error}".encode()
-                self._tell(failed_key(order.attempt), text)
-            # Ranks that wait for this one fail when its connections close, not at the deadline.
-            self._syncer.leave_group()
-        if report.error and self._staged is not None:
+            self._give_up(order, report.error)
+        self._tell("done", order, report)
+
+    def _give_up(self, order: Receive, reason: str) -> None:
+        if self._staged is not None:
             self._staged.drop()
-        done = done_key(order.attempt, order.replica, self._rank)
-        self._tell(done, msgspec.json.encode(report))
+        if self._syncer is None:
+            return
+        # Rank 0 may still wait for `ready`, and would not look at `done` before.
+        self._tell("ready", order, Ready(reason))
+        if self._syncer.takes_part:
+            self._set(key("failed", order.attempt), f"{order.replica}: {reason}".encode())
+        if self._syncer.transport is not None:
+            # Ranks that wait for this one fail when its connections close, not at the deadline.
+            self._syncer.transport.forget([order.replica])
 
     def leave(self) -> None:
-        """Leave the syncer, if there is one. Ranks that wait for this one fail then."""
-        if self._syncer is not None:
-            self._syncer.leave_group()
-            if self._syncer.folder is not None:
-                self._syncer.folder.clear()
+        """Leave the syncer, if there is one. Ranks that wait for this one fail then.
+
+        The memory of buffers goes back: the next syncer may come much later, or never.
+        """
+        if self._syncer is not None and self._syncer.transport is not None:
+            self._syncer.transport.close()
         self._syncer = None
-        # Their memory goes back: the next syncer may come much later, or never.
-        self._buffers.drop()
         if self._staged is not None:
             self._staged.drop()
 
@@ -175,8 +119,6 @@ class EngineRank:
                 order.address, order.port, is_master=False, timeout_s=order.deadline_s
             )
             self._syncer = _Syncer(order.syncer, store)
-            if order.backend == FOLDER:
-                self._syncer.folder = FolderEnd(Folder(order.folder), store, self._dtype)
         return self._syncer
 
     def _take(self, order: Receive, syncer: _Syncer, ends_at: float) -> Report:
@@ -189,44 +131,38 @@ class EngineRank:
                 f"version {order.version} would replace {syncer.version}: it never goes back"
             )
         plan = self._plan(order, syncer, parameters)
-        stages = stages_all(order.backend)
-        staged = None
-        if isinstance(parameters, StagedParameters):
-            self._staged = parameters
-            staged = StagedRounds(syncer.rounds, parameters, self._dtype, stages_all=stages)
-        ends = staged or incoming(syncer.rounds, parameters, self._dtype, stages_all=stages)
+        staged = parameters if isinstance(parameters, StagedParameters) else None
+        self._staged = staged
+        ends = incoming(
+            syncer.rounds, parameters, self._dtype, stages_all=stages_all(order.backend)
+        )
+        if syncer.transport is None:
+            device = next(iter(parameters.values())).device
+            syncer.transport = open_transport(
+                syncer.store, plan.senders + self._rank, device, backend=order.backend,
+                dtype=self._dtype, folder=order.folder,
+            )  # fmt: skip
         holds = syncer.version if syncer.is_whole and self._can_add(syncer, parameters) else -1
-        self._say_ready(order, Ready(holds=holds))
+        self._tell("ready", order, Ready(holds=holds))
         # The store's timeout was set for the first transfer: here it is what is left now.
         syncer.store.set_timeout(timedelta(seconds=max(0.001, ends_at - time.monotonic())))
-        round_ = msgspec.json.decode(syncer.store.get(go_key(order.attempt)), type=Round)
-        if order.replica not in round_.replicas:
+        call = msgspec.json.decode(syncer.store.get(key("go", order.attempt)), type=Call)
+        if order.replica not in call.replicas:
             raise Refused("trainer rank 0 called the transfer off")
         syncer.takes_part, syncer.is_whole = True, False
-        patience = round_.patience()
-        device = next(iter(parameters.values())).device
-        if syncer.folder is not None:
-            transport: Transport = syncer.folder.open(
-                round_, plan.senders + self._rank, device, self._buffers, holds=holds
-            )
-        else:
-            lanes = self._lanes(round_, syncer, plan)
-            transport = lanes.open(round_, order.backend, device, patience, order.replica)
-        result = receive(
-            ends, transport, dtype=self._dtype, version=order.version, patience=patience
+        syncer.transport.begin(call, plan, replica=order.replica, holds=holds)
+        report = receive(
+            ends, syncer.transport, dtype=self._dtype, version=order.version, staged=staged
         )
-        peak_bytes = result.peak_bytes + (staged.finish() if staged is not None else 0)
         # Also if parcels are damaged: what the parameters hold now is not the older version.
-        syncer.version, syncer.is_whole = order.version, not result.damaged
-        is_file = isinstance(transport, FolderTransport)
-        nbytes = transport.file_bytes if is_file else result.payload_bytes
-        return Report("", result.damaged, nbytes, peak_bytes, result.seconds)
+        syncer.version, syncer.is_whole = order.version, not report.damaged
+        return report
 
     def _plan(self, order: Receive, syncer: _Syncer, parameters: dict[str, Tensor]) -> Plan:
         """The plan of the order's layouts; computed, and compared with the parameters, once."""
         if syncer.plan is None or syncer.layouts != order.layouts:
             layouts = msgspec.json.decode(
-                syncer.store.get(layouts_key(order.layouts)), type=Layouts
+                syncer.store.get(key("layouts", order.layouts)), type=Layouts
             )
             plan = layouts.plan()
             rounds = plan.of_receiver(layouts.trainer_ranks + self._rank)
@@ -247,24 +183,15 @@ class EngineRank:
             parameters[name].dtype == self._dtype for name in {move.target for move in moves}
         )
 
-    def _say_ready(self, order: Receive, ready: Ready) -> None:
-        key = ready_key(order.attempt, order.replica, self._rank)
-        self._tell(key, msgspec.json.encode(ready))
+    def _tell(self, kind: str, order: Receive, said: Ready | Report) -> None:
+        self._set(key(kind, order.attempt, order.replica, self._rank), msgspec.json.encode(said))
 
-    def _lanes(self, order: Round, syncer: _Syncer, plan: Plan) -> Lanes:
-        if syncer.lanes is None or syncer.group != order.group:
-            syncer.leave_group()
-            rank = plan.senders + self._rank
-            syncer.group = order.group
-            syncer.lanes = Lanes(syncer.store, plan, rank, self._buffers)
-        return syncer.lanes
-
-    def _tell(self, key: str, value: bytes) -> None:
+    def _set(self, name: str, value: bytes) -> None:
         if self._syncer is None:
             # The store could not be reached: rank 0 gives this engine up at its deadline.
             return
         try:
-            self._syncer.store.set(key, value)
+            self._syncer.store.set(name, value)
         except dist.DistError:
             # The trainer is gone, and with it whoever would have read this.
-            log.warning("the exchange's store does not take %s", key)
+            log.warning("the exchange's store does not take %s", name)

@@ -5,12 +5,8 @@ that are slow, or that no collective crosses. A parcel is one compressed file, w
 read. Where the engines hold the version that the sender sent last, the file has the difference:
 each bit that changed. After a step of RL most bits of bfloat16 weights are as before.
 
-Both sides speak about the files by keys of the store; K counts the parcels of one sender to one
-receiver:
-
-| key | set by | says |
-|---|---|---|
-| `full/ATTEMPT/SENDER/RECEIVER/K` | sender | `_Files`: where the parcel lies |
+A sender says where a parcel lies by the key `full/ATTEMPT/SENDER/RECEIVER/K` of the store, whose
+value is a `_Files`; K counts the parcels of one sender to one receiver.
 
 A file holds a parcel's trailer and one zstd frame of its payload: the first bytes of all elements,
 then the second ones, and so on, because exponents compress well. The trailer's digest is of the
@@ -18,10 +14,8 @@ whole payload, also in a difference: an engine with other parameters than it cla
 damaged.
 """
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from itertools import chain
 from typing import TypeVar
 
@@ -30,11 +24,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import zstandard
+from torch import Tensor
 
 from megatron_rl.weights.exchange.folder import Folder
-from megatron_rl.weights.exchange.group import Patience, Work
+from megatron_rl.weights.exchange.orders import Call
 from megatron_rl.weights.exchange.packets import TRAILER_BYTES, Packet
-from megatron_rl.weights.exchange.transport import Buffers, Parcels, Round, deal, parcel_key
+from megatron_rl.weights.exchange.plan import Plan
+from megatron_rl.weights.exchange.transport import Round, Transport, Wait
 
 T = TypeVar("T")
 Bytes = np.ndarray
@@ -52,131 +48,109 @@ class _Files(msgspec.Struct, frozen=True):
     difference: str = ""
 
 
-class SentParcels:
-    """What a sender sent last, by parcel: as many bytes in host memory as it sends."""
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[int, int, int], tuple[int, Bytes]] = {}
-
-    def replace(self, key: tuple[int, int, int], version: int, payload: Bytes) -> None:
-        """key: layouts, receiver, number. The payload is copied."""
-        _, held = self._held.get(key, (-1, None))
-        if held is None:
-            held = np.empty_like(payload)
-        held[:] = payload
-        self._held[key] = version, held
-
-    def get(self, key: tuple[int, int, int], version: int) -> Bytes | None:
-        """The payload of that version; None: another one is held, or none."""
-        found, held = self._held.get(key, (-1, None))
-        return held if found == version and version >= 0 else None
-
-
-class FolderTransport:
-    """One end of a transfer."""
+class FolderTransport(Transport):
+    """Files that this rank writes, or reads. Its buffers are in host memory."""
 
     def __init__(
-        self,
-        folder: Folder,
-        store: dist.Store,
-        order: Round,
-        rank: int,
-        *,
-        dtype: torch.dtype,
-        buffers: Buffers,
-        is_pinned: bool,
-        syncer: str = "",
-        sent: SentParcels | None = None,
-        holds: int = -1,
-    ) -> None:
-        """rank: in the plan. dtype: of the elements. buffers: in host memory.
-
-        is_pinned: the parameters lie on a device. syncer, sent: of a sender. holds: version that a
-        receiver's parameters hold, to which a difference may be added; -1: none.
-        """
-        self._folder, self._store, self._order, self._rank = folder, store, order, rank
-        self._dtype, self._buffers, self._is_pinned = dtype, buffers, is_pinned
-        self._syncer, self._sent, self._holds = syncer, sent, holds
-        self._counts: Counter[int] = Counter()
-        self._lent: list[Bytes] = []
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="folder")
-        self.keys: list[str] = []
-        """Keys that this sender has set."""
-        self.names: list[str] = []
+        self, store: dist.Store, rank: int, device: torch.device, folder: Folder,
+        dtype: torch.dtype, syncer: str = "",
+    ) -> None:  # fmt: skip
+        """dtype: of the elements. syncer: on a sender, part of the files' names."""
+        super().__init__(store, rank, device)
+        self._folder, self._dtype, self._syncer = folder, dtype, syncer
+        self._sent: dict[tuple[int, str], tuple[int, Bytes]] = {}
+        """What a sender sent last, by layouts and parcel, with its version: as many bytes in host
+        memory as it sends."""
+        self._pool: ThreadPoolExecutor | None = None
+        self._keys: list[str] = []
+        """Keys that this sender has set in the last transfer."""
+        self._names: list[str] = []
         """Files that it has written."""
+
+    def begin(self, call: Call, plan: Plan, *, replica: str = "", holds: int = -1) -> None:
+        """As `Transport` says."""
+        self.close()
+        super().begin(call, plan, replica=replica, holds=holds)
+        self._adds = 0 <= holds == call.base
         self.file_bytes = 0
-        """Bytes of files that a receiver has read."""
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="folder")
 
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes of buffers at once."""
-        return self._buffers.nbytes
+    def _allocate(self, size: int) -> Tensor:
+        # A device reaches pinned memory without a copy by the driver.
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type != "cpu")
 
-    def lend(self, parcels: Parcels, patience: Patience, *, is_sender: bool) -> None:
-        """In the space of the last but one round, whose packets have been written or copied."""
-        sizes = [sum(packet.nbytes for packet in packets) for packets in parcels]
-        memory = self._buffers.next(sum(sizes), torch.device("cpu"), is_pinned=self._is_pinned)
-        deal(list(chain.from_iterable(parcels)), memory)
-        self._lent = [part.numpy() for part in memory[: sum(sizes)].split(sizes)]
+    def _contents(self, parcels: Round) -> list[Bytes]:
+        """What `lend` gave each parcel: all of its packets are staged."""
+        memory, sizes = self._halves[self._half], [end.nbytes for end in parcels]
+        return (
+            [part.numpy() for part in memory[: sum(sizes)].split(sizes)]
+            if memory is not None
+            else []
+        )
 
-    def send(self, receivers: Sequence[int], parcels: Parcels) -> list[list[Work]]:
-        """Compress and write the parcels, in threads; the work of a parcel says where it lies."""
-        works: list[list[Work]] = []
-        for receiver, content in zip(receivers, self._lent, strict=True):
-            number = self._next(receiver)
-            key = parcel_key("full", self._order.attempt, self._rank, receiver, number)
-            self.keys.append(key)
-            name = f"{self._syncer}/{self._order.attempt}.{self._rank}.{receiver}.{number}"
-            parcel = self._order.layouts, receiver, number
-            works.append([_Writing(self, key, self._pool.submit(self._put, name, parcel, content))])
-        return works
+    def send(self, parcels: Round) -> Wait:
+        """Compress and write the parcels, in threads; the wait says where each lies."""
+        assert self._pool is not None
+        writing = []
+        for end, content in zip(parcels, self._contents(parcels), strict=True):
+            key = self._next_key("full", self._rank, end.peer)
+            self._keys.append(key)
+            writing.append((key, self._pool.submit(self._put, self._call, key, content)))
 
-    def _put(self, name: str, parcel: tuple[int, int, int], content: Bytes) -> _Files:
-        assert self._sent is not None
+        def announce() -> None:
+            for key, files in writing:
+                self._store.set(key, msgspec.json.encode(self._result(files)))
+
+        return announce
+
+    def _put(self, call: Call, key: str, content: Bytes) -> _Files:
         payload, trailer = content[:-TRAILER_BYTES], content[-TRAILER_BYTES:]
-        before = self._sent.get(parcel, self._order.base)
+        _, attempt, parcel = key.split("/", 2)
+        version, held = self._sent.get((call.layouts, parcel), (-1, None))
+        before = held if version == call.base >= 0 else None
+        name = f"{self._syncer}/{attempt}.{parcel.replace('/', '.')}"
         files = _Files(
-            f"{name}.whole" if before is None or self._order.needs_whole else "",
+            f"{name}.whole" if before is None or call.needs_whole else "",
             "" if before is None else f"{name}.difference",
         )
         if files.whole:
             self._write(files.whole, payload, trailer)
         if before is not None:
             self._write(files.difference, before ^ payload, trailer)
-        if self._order.keeps:
-            self._sent.replace(parcel, self._order.version, payload)
+        if call.keeps:
+            kept = np.empty_like(payload) if held is None else held
+            kept[:] = payload
+            self._sent[call.layouts, parcel] = call.version, kept
         return files
 
     def _write(self, name: str, payload: Bytes, trailer: Bytes) -> None:
         planes = np.ascontiguousarray(payload.reshape(-1, self._dtype.itemsize).T)
         packed = zstandard.ZstdCompressor(level=_LEVEL).compress(planes.data)
-        self.names.append(name)
+        self._names.append(name)
         self._folder.write(name, trailer.tobytes() + packed)
 
-    def announce(self, key: str, files: _Files) -> None:
-        """Say where a parcel lies."""
-        self._store.set(key, msgspec.json.encode(files))
+    def receive(self, parcels: Round, onward: Round) -> Wait:
+        """The wait reads the files of the round, in threads; none is handed on."""
+        keys = [self._next_key("full", end.peer, self._rank) for end in parcels]
+        contents = self._contents(parcels)
 
-    def receive(
-        self, senders: Sequence[int], parcels: Parcels, onward: Parcels
-    ) -> tuple[list[list[Work]], list[Work]]:
-        """A single work for the round, which reads its files; none is handed on."""
-        attempt = self._order.attempt
-        keys = [parcel_key("full", attempt, each, self._rank, self._next(each)) for each in senders]
-        arrival = _Reading(self, self._pool, keys, parcels, self._lent)
-        return [[arrival] * len(packets) for packets in parcels], []
+        def read() -> None:
+            assert self._pool is not None
+            if keys:
+                self._store.wait(keys, self.left())
+            reading = []
+            for key, end, content in zip(keys, parcels, contents, strict=True):
+                files = msgspec.json.decode(self._store.get(key), type=_Files)
+                reading.append(self._pool.submit(self._get, files, end.packets, content))
+            self.file_bytes += sum(self._result(each) for each in reading)
 
-    def await_files(self, keys: Sequence[str], timeout: timedelta) -> list[_Files]:
-        """Where these parcels lie."""
-        if keys:
-            self._store.wait(list(keys), timeout)
-        return [msgspec.json.decode(self._store.get(key), type=_Files) for key in keys]
+        return read
 
     @torch.no_grad()  # Its own threads would record copies of parameters.
-    def get(self, files: _Files, packets: Sequence[Packet], content: Bytes) -> int:
+    def _get(self, files: _Files, packets: Sequence[Packet], content: Bytes) -> int:
         """Read a parcel into its buffer, which its packets share; returns the bytes of its file."""
         payload, trailer = content[:-TRAILER_BYTES], content[-TRAILER_BYTES:]
-        adds = bool(files.difference) and 0 <= self._holds == self._order.base
+        adds = bool(files.difference) and self._adds
         packed = self._folder.read(files.difference if adds else files.whole)
         trailer[:] = np.frombuffer(packed, np.uint8, TRAILER_BYTES)
         try:
@@ -199,104 +173,21 @@ class FolderTransport:
         payload.reshape(-1, size)[:] ^= elements
         return len(packed)
 
-    def release(self, senders: Sequence[int]) -> None:
-        """Nothing: files stay until the sender's next transfer."""
-
-    def finish(self, patience: Patience) -> None:
-        """Nothing: `close` ends the threads."""
+    def _result(self, future: Future[T]) -> T:
+        left_s = self.left().total_seconds()
+        try:
+            return future.result(left_s)
+        except TimeoutError as error:
+            raise RuntimeError(
+                f"the folder (expert.weights.folder) took longer than {left_s:.0f} s"
+            ) from error
 
     def close(self) -> None:
-        """End the threads, but for one that the folder holds up."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _next(self, peer: int) -> int:
-        self._counts[peer] += 1
-        return self._counts[peer] - 1
-
-
-class _Writing:
-    """A parcel that is being written."""
-
-    def __init__(self, transport: FolderTransport, key: str, files: Future[_Files]) -> None:
-        self._transport, self._key, self._files = transport, key, files
-
-    def wait(self, timeout: timedelta) -> None:
-        """Until it is there, and said to be."""
-        self._transport.announce(self._key, _result(self._files, timeout))
-
-
-class _Reading:
-    """A round of parcels that senders have written, or will write."""
-
-    def __init__(
-        self,
-        transport: FolderTransport,
-        pool: ThreadPoolExecutor,
-        keys: Sequence[str],
-        parcels: Parcels,
-        contents: Sequence[Bytes],
-    ) -> None:
-        self._transport, self._pool = transport, pool
-        self._keys, self._parcels, self._contents = keys, parcels, contents
-        self._is_over = False
-
-    def wait(self, timeout: timedelta) -> None:
-        """Until all are in their buffers."""
-        if self._is_over:
-            return
-        files = self._transport.await_files(self._keys, timeout)
-        get: Callable[..., int] = self._transport.get
-        triples = zip(files, self._parcels, self._contents, strict=True)
-        for each in [self._pool.submit(get, *triple) for triple in triples]:
-            self._transport.file_bytes += _result(each, timeout)
-        self._is_over = True
-
-
-def _result(future: Future[T], timeout: timedelta) -> T:
-    try:
-        return future.result(timeout.total_seconds())
-    except TimeoutError as error:
-        raise RuntimeError(
-            f"the folder (expert.weights.folder) took longer than {timeout.total_seconds():.0f} s"
-        ) from error
-
-
-class FolderEnd:
-    """What a rank keeps from one transfer to the next."""
-
-    def __init__(
-        self, folder: Folder, store: dist.Store, dtype: torch.dtype, syncer: str = ""
-    ) -> None:
-        """dtype: of elements in the files. syncer: on a sender, part of their names."""
-        self._folder, self._store, self._dtype, self._syncer = folder, store, dtype, syncer
-        self._sent = SentParcels()
-        self._last: FolderTransport | None = None
-
-    def open(
-        self, order: Round, rank: int, device: torch.device, buffers: Buffers, *, holds: int = -1
-    ) -> FolderTransport:
-        """The transport of a transfer. device: of the parameters. rank, holds: see there."""
-        self.clear()
-        self._last = FolderTransport(
-            self._folder,
-            self._store,
-            order,
-            rank,
-            dtype=self._dtype,
-            buffers=buffers,
-            is_pinned=device.type != "cpu",
-            syncer=self._syncer,
-            sent=self._sent,
-            holds=holds,
-        )
-        return self._last
-
-    def clear(self) -> None:
         """Remove what the last transfer has left: every engine has read it, or has failed."""
-        last, self._last = self._last, None
-        if last is None:
-            return
-        last.close()
-        self._folder.remove(last.names)
-        for key in last.keys:
+        if self._pool is not None:
+            # Not even a thread that the folder holds up is waited for.
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._folder.remove(self._names)
+        for key in self._keys:
             self._store.delete_key(key)
+        self._pool, self._names, self._keys = None, [], []

@@ -2,18 +2,13 @@
 
 Used by trainer ranks and by engines; needs torch alone, so that both may share it.
 
-A group of device memory (NCCL) in addition to the trainer's needs what torch does not do by itself:
+A group of device memory (NCCL) beside the trainer's needs what torch does not do by itself; the
+section "Groups over NCCL" of docs/weights.md has the reasons:
 
-- torch makes a new group by splitting the default group if that is bound to a device. The ranks of
-  an engine are no part of the default group and would wait in vain, so it is unbound meanwhile.
-- The watchdog of a group in which a peer fails ends the process. TORCH_NCCL_BLOCKING_WAIT, set
-  while a group is made, gives it none: a failure raises where it is waited for.
-- Forming a communicator, and the first send to a peer, wait without a deadline. Here communicators
-  do not block their callers: torch ends such a call after TORCH_NCCL_NONBLOCKING_TIMEOUT. torch
-  reads that once, in a process's first collective: the launcher sets it (`backend/environment.py`).
-- A batch of sends that fails leaves torch's count of open NCCL groups at one, in that thread, where
-  no communicator can be formed any more. So each batch starts in a new thread.
-- Destroying a group waits for peers that may be gone; `abort_group` does not.
+- it is made while the default group is bound to no device, and without watchdog (`made_apart`);
+- its communicators do not block their callers, which needs a limit of calls that torch reads once,
+  in a process's first collective: the launcher sets it (`backend/environment.py`);
+- each batch of sends starts in a new thread (`start_batch`), and a group is left by an abort.
 
 As in torch 2.11 to 2.13. Of 2.14.1, which GPU hosts have, the Python part and the headers say the
 same. Its second implementation of NCCL groups (TORCH_DIST_USE_NCCL2=1 takes it) is not known.
@@ -24,13 +19,11 @@ import math
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,60 +44,35 @@ def is_of_devices(backend: str) -> bool:
     return backend == dist.Backend.NCCL
 
 
-def group_options(timeout_s: float) -> Any:
-    """Options of a group whose communicators do not block their callers.
-
-    A user who has set TORCH_NCCL_USE_COMM_NONBLOCKING has chosen, and is obeyed.
-    """
-    options = distributed_c10d.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    if NON_BLOCKING not in os.environ:
-        options.config.blocking = 0
-    return options
-
-
 @contextmanager
 def made_apart(timeout_s: float) -> Iterator[None]:
     """Within it a group is made apart from the default group, and without a watchdog.
 
     Making one forms no communicator and waits for nobody.
     """
-    with _making, _unbound_default_group(), _blocking_wait():
+    with _making:
         # Too late where the process has had collectives: see the module's docstring.
         os.environ.setdefault(CALL_LIMIT_S, call_limit(timeout_s))
-        yield
+        default: Any = distributed_c10d._get_default_group() if dist.is_initialized() else None
+        bound = None if default is None else default.bound_device_id
+        before = os.environ.get(BLOCKING_WAIT)
+        os.environ[BLOCKING_WAIT] = "1"
+        if bound is not None:
+            default.bound_device_id = None
+        try:
+            yield
+        finally:
+            if bound is not None:
+                default.bound_device_id = bound
+            if before is None:
+                del os.environ[BLOCKING_WAIT]
+            else:
+                os.environ[BLOCKING_WAIT] = before
 
 
 def call_limit(timeout_s: float) -> str:
     """Value of CALL_LIMIT_S: whole seconds."""
     return str(max(1, math.ceil(timeout_s)))
-
-
-@contextmanager
-def _unbound_default_group() -> Iterator[None]:
-    default = distributed_c10d._get_default_group() if dist.is_initialized() else None
-    if default is None or default.bound_device_id is None:
-        yield
-        return
-    bound = default.bound_device_id
-    default.bound_device_id = None
-    try:
-        yield
-    finally:
-        default.bound_device_id = bound
-
-
-@contextmanager
-def _blocking_wait() -> Iterator[None]:
-    before = os.environ.get(BLOCKING_WAIT)
-    os.environ[BLOCKING_WAIT] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[BLOCKING_WAIT]
-        else:
-            os.environ[BLOCKING_WAIT] = before
 
 
 def start_batch(ops: list[dist.P2POp], device: torch.device) -> list[dist.Work]:
@@ -123,22 +91,6 @@ def start_batch(ops: list[dist.P2POp], device: torch.device) -> list[dist.Work]:
 
     with ThreadPoolExecutor(1, thread_name_prefix="start-batch") as thread:
         return thread.submit(start).result()
-
-
-def abort_group(group: dist.ProcessGroup) -> None:
-    """Leave the group, whatever its peers do. Works that were waited for have ended by then."""
-    try:
-        distributed_c10d._abort_process_group(group)
-    except dist.DistError as error:
-        # It takes device memory until the process ends, which is no reason to end it.
-        log.error("a group of the exchange could not be aborted: %s", error)
-
-
-class Work(Protocol):
-    """An operation under way; torch's word for what an asynchronous one returns."""
-
-    def wait(self, timeout: timedelta) -> object:
-        """Until it is over. Raises RuntimeError when it fails or takes longer."""
 
 
 def open_store(address: str, port: int, *, is_master: bool, timeout_s: float) -> dist.TCPStore:
@@ -175,7 +127,13 @@ def join_group(
     share a default process group. Raises torch's DistError when the others do not come within
     timeout_s, which is also the deadline of each later collective.
     """
-    has_devices = is_of_devices(backend)
+    options = None
+    if has_devices := is_of_devices(backend):
+        options = distributed_c10d.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        # A user who has set TORCH_NCCL_USE_COMM_NONBLOCKING has chosen, and is obeyed.
+        if NON_BLOCKING not in os.environ:
+            options.config.blocking = 0
     with made_apart(timeout_s) if has_devices else nullcontext():
         group, _ = distributed_c10d._new_process_group_helper(
             world_size,
@@ -184,7 +142,7 @@ def join_group(
             dist.Backend(backend),
             dist.PrefixStore(name, store),
             group_name=name,
-            backend_options=group_options(timeout_s) if has_devices else None,
+            backend_options=options,
             timeout=timedelta(seconds=timeout_s),
         )
     # Collectives look up a rank's place in a group here (torch 2.11 to 2.14.1).
@@ -192,43 +150,24 @@ def join_group(
     return group
 
 
-def connect_group(group: dist.ProcessGroup, device: torch.device, ends_at: float) -> None:
+def connect_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
     """Connect all ranks, each of which calls this; until then backends may not have met.
 
-    ends_at: monotonic time. Raises RuntimeError (torch's own) when the others are not there by
-    then; the group is good for nothing but `close_group` afterwards.
+    Raises RuntimeError (torch's own) when the others are not there in time; the group is good for
+    nothing but `close_group` afterwards.
     """
     # Asynchronous: a synchronous one over NCCL would run, or hang, in the stream of the training.
     work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
-    wait_until(work, ends_at)
-
-
-@dataclass(frozen=True)
-class Patience:
-    """Limits of the waits of one transfer."""
-
-    deadline: float
-    """Of the whole transfer, as monotonic time."""
-    wait_s: float
-    """Of each single wait."""
-
-    def ends_at(self) -> float:
-        """By when a wait that begins now must be over, as monotonic time."""
-        return min(self.deadline, time.monotonic() + self.wait_s)
-
-
-def wait_until(work: Work, ends_at: float) -> None:
-    """Wait for a work. Raises RuntimeError when it fails, or at `ends_at` (monotonic time)."""
-    left_s = ends_at - time.monotonic()
-    # torch takes a timeout of 0 for the group's default, which may be much longer.
-    if left_s <= 0:
-        raise RuntimeError("the exchange of weights passed its deadline")
-    work.wait(timedelta(seconds=left_s))
+    work.wait(timeout)
 
 
 def close_group(group: dist.ProcessGroup) -> None:
-    """Leave the group."""
-    if is_of_devices(dist.get_backend(group)):
-        abort_group(group)
-    else:
+    """Leave the group, whatever its peers do. Works that were waited for have ended by then."""
+    if not is_of_devices(dist.get_backend(group)):
         dist.destroy_process_group(group)
+        return
+    try:
+        distributed_c10d._abort_process_group(group)
+    except dist.DistError as error:
+        # It takes device memory until the process ends, which is no reason to end it.
+        log.error("a group of the exchange could not be aborted: %s", error)

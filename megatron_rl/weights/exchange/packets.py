@@ -20,6 +20,7 @@ of words, which need no copy to the host.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -95,11 +96,6 @@ class Packet:
         return self.payload_bytes + (TRAILER_BYTES if self.is_last else 0)
 
     @property
-    def elements(self) -> int:
-        """Without the payload's padding."""
-        return sum(place.numel() for place in self.places)
-
-    @property
     def payload(self) -> Tensor:
         """[payload_bytes] uint8."""
         assert self.data is not None
@@ -118,6 +114,20 @@ class Packet:
             end = start + place.numel() * dtype.itemsize
             yield place, self.payload[start:end].view(dtype).view(place.shape)
             start = end
+
+
+class ParcelEnd(NamedTuple):
+    """A parcel as one end sees it."""
+
+    peer: int
+    packets: list[Packet]
+    """Those that are staged lack their buffers at first."""
+    moves: Sequence[Move]
+
+    @property
+    def nbytes(self) -> int:
+        """Length of all packets."""
+        return sum(packet.nbytes for packet in self.packets)
 
 
 def packets_of(
@@ -196,11 +206,10 @@ def unpack(packets: Iterable[Packet], dtype: torch.dtype, version: int) -> Tenso
     return ~(is_whole & (packet.trailer[WORDS] == version))
 
 
-def give_back(packets: Iterable[Packet]) -> None:
+def give_back(parcels: Iterable[ParcelEnd]) -> None:
     """Keep no buffer: its memory may go."""
-    for packet in packets:
-        if packet.is_staged:
-            packet.data = None
+    for packet in (packet for end in parcels for packet in end.packets if packet.is_staged):
+        packet.data = None
 
 
 def _padded(size: int) -> int:

@@ -7,25 +7,25 @@ generator is paused, receivers `incoming` before the senders start: neither dela
 
 import threading
 import time
+from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_rl.weights.exchange.group import Patience, Work, wait_until
+from megatron_rl.weights.exchange.orders import Report
 from megatron_rl.weights.exchange.packets import (
-    Packet,
+    ParcelEnd,
     digest_in_place,
     give_back,
     pack,
     packets_of,
     unpack,
 )
-from megatron_rl.weights.exchange.plan import Parcel
-from megatron_rl.weights.exchange.transport import Transport
+from megatron_rl.weights.exchange.plan import Parcel, Rounds
+from megatron_rl.weights.exchange.transport import Round, Transport, Wait
 
 
 class PlainParameters(dict[str, Tensor]):
@@ -58,30 +58,38 @@ def is_quantised(parameter: Tensor) -> bool:
     return type(parameter).dequantize is not Tensor.dequantize
 
 
-class ParcelEnd(NamedTuple):
-    """A parcel as one end sees it; the packets that are staged lack their buffers yet."""
+class StagedParameters(dict[str, Tensor]):
+    """Parameters that have memory only while their slices arrive; before, on torch's device "meta".
 
-    peer: int
-    packets: list[Packet]
+    Those of an engine that quantises its weights: its codes are no place for slices. From `begin`
+    to `finish` or `drop`, slices are copied into `parameters[name]`.
+    """
+
+    @abstractmethod
+    def begin(self, elements: Mapping[str, int]) -> None:
+        """A transfer begins.
+
+        elements: how many it brings of each parameter. Padding is none of them.
+        """
+
+    @abstractmethod
+    def arrived(self, name: str, elements: int) -> None:
+        """So many more elements of the parameter have been copied. Raises RuntimeError."""
+
+    @abstractmethod
+    def finish(self) -> int:
+        """The transfer is over; return the most bytes that were staged at once.
+
+        Raises RuntimeError if a staged parameter is not complete.
+        """
+
+    @abstractmethod
+    def drop(self) -> None:
+        """The transfer failed, if there was one: free what is staged."""
 
 
-Rounds = Sequence[Sequence[Parcel]]
-Ends = Sequence[Sequence[ParcelEnd]]
+Ends = Sequence[Round]
 """Of a rank's parcels, round by round."""
-Flight = tuple[list[Packet], list[Work]]
-"""A parcel's packets on their way."""
-
-
-@dataclass
-class Received:
-    """What a receiver reports."""
-
-    payload_bytes: int = 0
-    peak_bytes: int = 0
-    """Most bytes of buffers at once."""
-    seconds: float = 0.0
-    damaged: int = 0
-    """Parcels whose digest or version is not that of their content."""
 
 
 @torch.no_grad()
@@ -92,109 +100,105 @@ def outgoing(
 
     The parameters must not change until all is sent. stages_all: see `packets_of`.
     """
-    ends = _ends(rounds, parameters, dtype, is_sender=True, stages_all=stages_all)
-    for end in (end for parcels in ends for end in parcels):
-        digest_in_place(end.packets)
-    return ends
+
+    def end_of(parcel: Parcel) -> ParcelEnd:
+        packets = packets_of(parameters, parcel, dtype, is_sender=True, stages_all=stages_all)
+        digest_in_place(packets)
+        return ParcelEnd(parcel.receiver, packets, parcel.moves)
+
+    return [[end_of(parcel) for parcel in parcels] for parcels in rounds]
 
 
 @torch.no_grad()
 def incoming(
     rounds: Rounds, parameters: dict[str, Tensor], dtype: torch.dtype, *, stages_all: bool = False
-) -> Ends:
-    """What a receiver can do ahead: find where everything goes."""
-    return _ends(rounds, parameters, dtype, is_sender=False, stages_all=stages_all)
+) -> Iterable[Round]:
+    """What a receiver can do ahead: find where everything goes.
 
+    Of parameters that are staged it finds a round's places, which takes their memory, only when
+    `receive` asks for the round.
+    """
 
-def _ends(
-    rounds: Rounds,
-    parameters: dict[str, Tensor],
-    dtype: torch.dtype,
-    *,
-    is_sender: bool,
-    stages_all: bool,
-) -> Ends:
     def end_of(parcel: Parcel) -> ParcelEnd:
-        packets = packets_of(parameters, parcel, dtype, is_sender=is_sender, stages_all=stages_all)
-        return ParcelEnd(parcel.receiver if is_sender else parcel.sender, packets)
+        packets = packets_of(parameters, parcel, dtype, is_sender=False, stages_all=stages_all)
+        return ParcelEnd(parcel.sender, packets, parcel.moves)
 
-    return [[end_of(parcel) for parcel in parcels] for parcels in rounds]
+    ends = ([end_of(parcel) for parcel in parcels] for parcels in rounds)
+    if not isinstance(parameters, StagedParameters):
+        return list(ends)
+    elements: Counter[str] = Counter()
+    for move in (move for parcels in rounds for parcel in parcels for move in parcel.moves):
+        elements[move.target] += move.size
+    parameters.begin(elements)
+    return ends
 
 
-def payload_bytes(ends: Ends, dtype: torch.dtype) -> int:
+def payload_bytes(ends: Iterable[Round], dtype: torch.dtype) -> int:
     """Of all parcels of a rank, without padding and digests."""
-    packets = (packet for parcels in ends for end in parcels for packet in end.packets)
-    return sum(packet.elements for packet in packets) * dtype.itemsize
+    moves = (move for parcels in ends for end in parcels for move in end.moves)
+    return sum(move.size for move in moves) * dtype.itemsize
 
 
 @torch.no_grad()
-def send(
-    ends: Ends, transport: Transport, *, dtype: torch.dtype, version: int, patience: Patience
-) -> int:
-    """Send a rank's parcels; returns the most bytes of buffers at once.
+def send(ends: Ends, transport: Transport, *, dtype: torch.dtype, version: int) -> None:
+    """Send a rank's parcels.
 
     Returns when everything has been handed over: the parameters may change from then on. Raises
     RuntimeError (torch's own) when a receiver is gone or does not take a round in time.
     """
-    flying: list[Flight] = []
+    flying: list[tuple[Round, Wait]] = []
     # A round starts before the previous one is waited for. The empty one at the end waits for the
     # last. When a round takes its buffers, the last but one, which had them, has been waited for.
     for parcels in (*ends, ()):
-        held = [end.packets for end in parcels]
-        transport.lend(held, patience, is_sender=True)
-        for packets in held:
-            pack(packets, dtype, version=version)
-        works = transport.send([end.peer for end in parcels], held)
-        for packets, each in flying:
-            _wait(each, patience)
-            give_back(packets)
-        flying = list(zip(held, works, strict=True))
+        transport.lend(parcels)
+        for end in parcels:
+            pack(end.packets, dtype, version=version)
+        flying.append((parcels, transport.send(parcels)))
+        if len(flying) > 1:
+            before, wait = flying.pop(0)
+            wait()
+            give_back(before)
     # In shared memory receivers may still read the last rounds.
-    transport.finish(patience)
-    return transport.peak_bytes
+    transport.finish()
 
 
 @torch.no_grad()
 def receive(
-    ends: Iterable[Sequence[ParcelEnd]],
+    ends: Iterable[Round],
     transport: Transport,
     *,
     dtype: torch.dtype,
     version: int,
-    patience: Patience,
-) -> Received:
+    staged: StagedParameters | None = None,
+) -> Report:
     """Receive a rank's parcels into its parameters, and hand them on to the next engine.
 
-    ends: a round is asked for when those before the last one have been copied and handed on. Raises
-    RuntimeError as `send` does.
+    ends: a round is asked for when those before the last one have been copied and handed on.
+    staged: told what has been copied. Raises RuntimeError as `send` does.
     """
-    result = Received()
-    started = time.monotonic()
+    started, size = time.monotonic(), 0
     damaged: list[Tensor] = []
-    arrived: list[list[Packet]] = []
-    arrived_from: list[int] = []
+    arrived: Round = ()
     # While one round is copied into the parameters and handed on, the next one is arriving. The
     # empty one at the end does so for the last.
     for parcels in chain(ends, [()]):
-        result.payload_bytes += payload_bytes([parcels], dtype)
-        held, senders = [end.packets for end in parcels], [end.peer for end in parcels]
-        transport.lend(held, patience, is_sender=False)
-        works, onward = transport.receive(senders, held, arrived)
-        damaged += [unpack(packets, dtype, version) for packets in arrived]
+        size += payload_bytes([parcels], dtype)
+        transport.lend(parcels)
+        wait = transport.receive(parcels, arrived)
+        damaged += [unpack(end.packets, dtype, version) for end in arrived]
         # Only after the copies into the parameters: the sender may overwrite its buffers now.
-        transport.release(arrived_from)
-        for each in (*works, onward):
-            _wait(each, patience)
-        for packets in arrived:
-            give_back(packets)
-        arrived, arrived_from = held, senders
-    # Only now: on a device each of these reads waits until all copies before it have ended.
-    result.damaged = sum(int(each) for each in damaged)
-    result.peak_bytes = transport.peak_bytes
-    result.seconds = time.monotonic() - started
-    return result
-
-
-def _wait(flying: Sequence[Work], patience: Patience) -> None:
-    for work in flying:
-        wait_until(work, patience.ends_at())
+        transport.release(arrived)
+        wait()
+        give_back(arrived)
+        if staged is not None:
+            for move in (move for end in arrived for move in end.moves):
+                staged.arrived(move.target, move.size)
+        arrived = parcels
+    transport.finish()
+    return Report(
+        # Only now: on a device each of these reads waits until all copies before it have ended.
+        damaged=sum(int(each) for each in damaged),
+        payload_bytes=transport.file_bytes or size,
+        peak_bytes=transport.peak_bytes + (staged.finish() if staged is not None else 0),
+        seconds=time.monotonic() - started,
+    )

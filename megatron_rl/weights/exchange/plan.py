@@ -1,19 +1,34 @@
 """The plan of an exchange: which slice goes from which trainer rank to which engine rank, and when.
 
-A pure function of slices: trainer ranks and engine ranks compute the same plan (`layouts.py`), and
-`megatron-rl plan-weights` prints it. It serves all engines of a kind: what rank r of one engine
-receives, rank r of each one receives. Every element comes from exactly one sender. Where several
-senders hold it, as data-parallel ranks do, the one with least to send gives it, so that no network
-card is the limit. The exchange goes in rounds: in each, no rank sends and
+A pure function of slices: trainer ranks and engine ranks compute the same plan from a few hundred
+bytes (`Layouts`), and `megatron-rl plan-weights` prints it. It serves all engines of a kind: what
+rank r of one engine receives, rank r of each one receives. Every element comes from exactly one
+sender. Where several senders hold it, as data-parallel ranks do, the one with least to send gives
+it, so that no network card is the limit. The exchange goes in rounds: in each, no rank sends and
 none receives more than `bucket_bytes`.
 """
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from megatron_rl.weights.layout.slices import Slice, unmatched_text
+import msgspec
+
+from megatron_rl.protocol.types import Hello
+from megatron_rl.weights.layout.engine_layout import (
+    engine_slices,
+    expert_place,
+    hf_slices,
+    trained_parameters,
+)
+from megatron_rl.weights.layout.place import Place, place_of
+from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.slices import Share, Slice, unmatched_text
+from megatron_rl.weights.layout.trainer_layout import trained_slices
+
+T = TypeVar("T")
 
 PARCEL_OVERHEAD_BYTES = 32
 """Most bytes of a parcel's buffer that are not payload: digest and version take 24, padding less
@@ -53,7 +68,7 @@ class Parcel(NamedTuple):
         return sum(move.size for move in self.moves)
 
 
-Rounds = list[list[Parcel]]
+Rounds = Sequence[Sequence[Parcel]]
 """Parcels of one rank, round by round."""
 
 
@@ -228,31 +243,26 @@ def _from(offer: Offer, source: Slice) -> Move:
     )
 
 
-class _Place(NamedTuple):
-    """When a target's turn is."""
-
-    stage: frozenset[int]
-    """Ranks that hold any of its elements: those of a pipeline stage."""
-    turn: int
-    """Among the targets of these ranks."""
+Stage = frozenset[int]
+"""Ranks that hold any element of a target: those of a pipeline stage."""
 
 
-def _places(offers: Sequence[Offer]) -> dict[str, _Place]:
-    """By target; the targets of a stage in the order in which the receivers need them."""
+def _places(offers: Sequence[Offer]) -> dict[str, tuple[Stage, int]]:
+    """By target its stage, and its turn there: in the order in which the receivers need them."""
     holders: dict[str, set[int]] = defaultdict(set)
     for offer in offers:
         holders[offer.move.target].update(rank for rank, _ in offer.holders)
-    turns: Counter[frozenset[int]] = Counter()
+    turns: Counter[Stage] = Counter()
     places = {}
     for target, ranks in holders.items():
         stage = frozenset(ranks)
-        places[target] = _Place(stage, turns[stage])
+        places[target] = stage, turns[stage]
         turns[stage] += 1
     return places
 
 
 def _rounds(
-    moves: Sequence[tuple[int, int, Move]], places: Mapping[str, _Place], limit: int
+    moves: Sequence[tuple[int, int, Move]], places: Mapping[str, tuple[Stage, int]], limit: int
 ) -> tuple[tuple[Parcel, ...], ...]:
     """Moves in rounds in which sender and receiver have room, target after target.
 
@@ -260,11 +270,11 @@ def _rounds(
     whole, few layers are in flight. Stages send at the same time.
     """
     filled: dict[tuple[str, int, int], int] = defaultdict(int)
-    last: dict[tuple[int, frozenset[int]], int] = defaultdict(int)
+    last: dict[tuple[int, Stage], int] = defaultdict(int)
     found: dict[int, dict[tuple[int, int], list[Move]]] = defaultdict(lambda: defaultdict(list))
-    for sender, receiver, move in sorted(moves, key=lambda each: places[each[2].target].turn):
+    for sender, receiver, move in sorted(moves, key=lambda each: places[each[2].target][1]):
         ends = (("sender", sender), ("receiver", receiver))
-        line = receiver, places[move.target].stage
+        line = receiver, places[move.target][0]
         number = last[line]
         while any(filled[(*end, number)] + move.size > limit for end in ends):
             number += 1
@@ -278,4 +288,71 @@ def _rounds(
             for (sender, receiver), held in sorted(found[number].items())
         )
         for number in sorted(found)
+    )
+
+
+# --- what both ends know of each other ------------------------------------------------------------
+
+
+class EngineKind(msgspec.Struct, frozen=True):
+    """All on which the slices of an engine depend; see `Hello` for the fields."""
+
+    engine: str
+    world_size: int
+    ffn_multiple: int = 1
+    expert_parallel: int = 1
+
+    def slices(self, shape: ModelShape, rank: int) -> list[Slice]:
+        """Slices of one rank. Raises ValueError for ranks that do not divide the model."""
+        if self.engine == "hf":
+            return hf_slices(shape)
+        return engine_slices(
+            shape,
+            Share(rank, self.world_size),
+            expert_parallel=self.expert_parallel,
+            ffn_multiple=self.ffn_multiple,
+        )
+
+    def trained(self, shape: ModelShape, rank: int, parameters: Mapping[str, T]) -> dict[str, T]:
+        """Those parameters of one rank that its slices cover."""
+        place = expert_place(Share(rank, self.world_size), self.expert_parallel)
+        return trained_parameters(shape, parameters, place)
+
+
+def kind_of(hello: Hello) -> EngineKind:
+    """Kind of a generator's engine."""
+    return EngineKind(
+        hello.engine, hello.world_size, hello.ffn_multiple, hello.expert_parallel
+    )  # fmt: skip
+
+
+class Layouts(msgspec.Struct, frozen=True):
+    """How trainer and engines of one kind divide the model, and how it is cut for transport."""
+
+    shape: ModelShape
+    like: Place
+    """Place of any trainer rank: its shares have the sizes of all."""
+    trainer_ranks: int
+    kind: EngineKind
+    itemsize: int
+    """Bytes of an element on the wire."""
+    bucket_bytes: int
+
+    def plan(self) -> Plan:
+        """The plan; rank r of each engine is receiver `trainer_ranks + r`. Raises ValueError."""
+        return _plan_of(self)
+
+
+@functools.lru_cache(maxsize=4)
+def _plan_of(layouts: Layouts) -> Plan:
+    shape, trainers = layouts.shape, layouts.trainer_ranks
+    senders = {
+        rank: trained_slices(shape, place_of(rank, trainers, layouts.like))
+        for rank in range(trainers)
+    }
+    receivers = {
+        trainers + rank: layouts.kind.slices(shape, rank) for rank in range(layouts.kind.world_size)
+    }
+    return make_plan(
+        senders, receivers, itemsize=layouts.itemsize, bucket_bytes=layouts.bucket_bytes
     )

@@ -11,8 +11,8 @@ them by keys of the store; K counts the parcels of one sender to one receiver:
 """
 
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 
 import msgspec
@@ -20,18 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.weights.exchange.group import Patience, Work
 from megatron_rl.weights.exchange.memory import Handle, SharedMemory, open_shared, synchronize
-from megatron_rl.weights.exchange.packets import Packet
-from megatron_rl.weights.exchange.transport import Parcels, Round, deal, parcel_key, staged
+from megatron_rl.weights.exchange.orders import Call, key
+from megatron_rl.weights.exchange.plan import Plan
+from megatron_rl.weights.exchange.transport import Round, Transport, Wait, deal
 
-_GLANCE_S = 0.5
+_GLANCE = timedelta(seconds=0.5)
 """How often a sender that waits for a receiver looks whether that one has given up."""
-
-
-def done_key(attempt: int, replica: str, rank: int) -> str:
-    """Set by an engine rank to its report of a transfer. rank: among the engine's."""
-    return f"done/{attempt}/{replica}/{rank}"
 
 
 class _Location(msgspec.Struct, frozen=True):
@@ -42,143 +37,113 @@ class _Location(msgspec.Struct, frozen=True):
     """Bytes from the beginning."""
 
 
-class SharedTransport:
+class SharedTransport(Transport):
     """Through memory of the sender that the receivers on the same host open."""
 
-    def __init__(
-        self, store: dist.Store, order: Round, first: int, rank: int, device: torch.device,
-        replica: str = "",
-    ) -> None:  # fmt: skip
-        """first: receiver that is an engine's rank 0. rank: in the plan. replica: of a receiver."""
-        self._store, self._order, self._first = store, order, first
-        self._rank, self._device, self._replica = rank, device, replica
-        self._halves: list[SharedMemory | None] = [None, None]
-        self._in_use: list[list[tuple[int, int]]] = [[], []]
-        """By half: (receiver, number) of each parcel there."""
-        self._rounds = 0
-        self._sent: Counter[int] = Counter()
-        self._received: Counter[int] = Counter()
-        self._released: Counter[int] = Counter()
+    def __init__(self, store: dist.Store, rank: int, device: torch.device) -> None:
+        """As `Transport` says."""
+        super().__init__(store, rank, device)
+        self._memories: dict[int, SharedMemory] = {}
+        """Of this sender, by half."""
+        self._in_use: list[list[tuple[int, str, str]]] = [[], []]
+        """By half: (receiver, key `full/...`, key `taken/...`) of each parcel there."""
         self._opened: dict[Handle, Tensor] = {}
-        self.peak_bytes = 0
+        """Of senders: a half serves many parcels, but is mapped once a transfer."""
 
-    def lend(self, parcels: Parcels, patience: Patience, *, is_sender: bool) -> None:
+    def begin(self, call: Call, plan: Plan, *, replica: str = "", holds: int = -1) -> None:
+        """As `Transport` says."""
+        self.close()
+        super().begin(call, plan, replica=replica, holds=holds)
+        self._first_receiver = plan.senders
+
+    def lend(self, parcels: Round) -> None:
         """On a sender: wait until the half is free; a receiver needs no buffer."""
-        if not is_sender:
-            return
-        half = self._rounds % 2
-        self._rounds += 1
-        self._await_taken(half, patience.ends_at())
-        packets = staged(parcels)
-        size, held = sum(packet.nbytes for packet in packets), self._halves[half]
-        if size and (held is None or held.tensor.nbytes < size):
-            # Receivers that still have the old memory mapped keep it until the transfer ends.
-            if held is not None:
-                held.close()
-            self._halves[half] = held = SharedMemory(size, self._device)
-            lent = sum(each.tensor.nbytes for each in self._halves if each is not None)
-            self.peak_bytes = max(self.peak_bytes, lent)
-        if held is not None:
-            deal(packets, held.tensor)
+        if not self._replica:
+            self._await_taken(1 - self._half)
+            super().lend(parcels)
 
-    def send(self, receivers: Sequence[int], parcels: Parcels) -> list[list[Work]]:
+    def _allocate(self, size: int) -> Tensor:
+        # Receivers that still have the old memory mapped keep it until the transfer ends.
+        if (old := self._memories.pop(self._half, None)) is not None:
+            old.close()
+            del old
+        self._memories[self._half] = SharedMemory(size, self._device)
+        return self._memories[self._half].tensor
+
+    def send(self, parcels: Round) -> Wait:
         """Say where the parcels lie; there is nothing to wait for."""
-        half = (self._rounds - 1) % 2
-        held, start = self._halves[half], 0
         # Another process reads this memory: the copies into it must have ended.
         synchronize(self._device)
-        for receiver, packets in zip(receivers, parcels, strict=True):
-            assert held is not None
-            location = msgspec.json.encode(_Location(held.handle(), start))
-            number = self._sent[receiver]
-            self._sent[receiver] += 1
-            self._store.set(self._key("full", self._rank, receiver, number), location)
-            self._in_use[half].append((receiver, number))
-            start += sum(packet.nbytes for packet in packets)
-        # No works: when the memory may be used again is learnt from the keys, in `lend`.
-        return [[] for _ in receivers]
+        start = 0
+        for end in parcels:
+            full = self._next_key("full", self._rank, end.peer)
+            taken = self._next_key("taken", self._rank, end.peer)
+            location = _Location(self._memories[self._half].handle(), start)
+            self._store.set(full, msgspec.json.encode(location))
+            self._in_use[self._half].append((end.peer, full, taken))
+            start += end.nbytes
+        # When the memory may be used again is learnt from the keys, in `lend`.
+        return lambda: None
 
-    def receive(
-        self, senders: Sequence[int], parcels: Parcels, onward: Parcels
-    ) -> tuple[list[list[Work]], list[Work]]:
-        """The first work of a parcel gives all of its packets their bytes; none is handed on."""
-        works: list[list[Work]] = []
-        for sender, packets in zip(senders, parcels, strict=True):
-            key = self._key("full", sender, self._rank, self._received[sender])
-            self._received[sender] += 1
-            arrival = _Arrival(self, key, packets)
-            works.append([arrival] * len(packets))
-        return works, []
+    def receive(self, parcels: Round, onward: Round) -> Wait:
+        """Each parcel gets its bytes when it is waited for; none is handed on."""
+        keys = [self._next_key("full", end.peer, self._rank) for end in parcels]
 
-    def arrive(self, key: str, packets: Sequence[Packet], timeout: timedelta) -> None:
-        """Wait for a parcel and give its packets their bytes."""
-        self._store.wait([key], timeout)
-        location = msgspec.json.decode(self._store.get(key), type=_Location)
-        handle = location.handle
-        # A half serves many parcels, but is mapped into this process once a transfer.
-        if handle not in self._opened:
-            self._opened[handle] = open_shared(handle)
-        deal(packets, self._opened[handle][location.start :])
+        def arrive() -> None:
+            for full, end in zip(keys, parcels, strict=True):
+                self._store.wait([full], self.left())
+                location = msgspec.json.decode(self._store.get(full), type=_Location)
+                if location.handle not in self._opened:
+                    self._opened[location.handle] = open_shared(location.handle)
+                deal(end.packets, self._opened[location.handle][location.start :])
 
-    def release(self, senders: Sequence[int]) -> None:
+        return arrive
+
+    def release(self, parcels: Round) -> None:
         """Tell the senders by the keys `taken/...`, which `_await_taken` waits for."""
         # The copies into the parameters may still run on the device.
         synchronize(self._device)
-        for sender in senders:
-            number = self._released[sender]
-            self._released[sender] += 1
-            key = self._key("taken", sender, self._rank, number)
-            self._store.set(f"{key}/{self._replica}", b"")
+        for end in parcels:
+            taken = self._next_key("taken", end.peer, self._rank)
+            self._store.set(f"{taken}/{self._replica}", b"")
 
-    def finish(self, patience: Patience) -> None:
+    def finish(self) -> None:
         """Wait until all has been taken, and give the memory back."""
-        for half, held in enumerate(self._halves):
-            self._await_taken(half, patience.ends_at())
-            if held is not None:
-                held.close()
-        self._halves = [None, None]
+        for half in (0, 1):
+            self._await_taken(half)
+        self.close()
 
-    def _await_taken(self, half: int, ends_at: float) -> None:
-        for receiver, number in self._in_use[half]:
-            for replica in self._order.replicas:
-                self._await_one(receiver, number, replica, ends_at)
+    def forget(self, replicas: Iterable[str]) -> None:
+        """There are no groups. A receiver that failed keeps nothing of the senders' memory."""
+        self._opened = {}
+
+    def close(self) -> None:
+        """Let go of the memory: this rank's, and that of others."""
+        for memory in self._memories.values():
+            memory.close()
+        self._memories, self._halves = {}, [None, None]
+        self._in_use, self._opened = [[], []], {}
+
+    def _await_taken(self, half: int) -> None:
+        ends_at = self.ends_at()
+        for receiver, full, taken in self._in_use[half]:
+            for replica in self._call.replicas:
+                self._await_one(receiver - self._first_receiver, replica, taken, ends_at)
             # No key is used twice; left there, they would pile up with every weight sync.
-            self._store.delete_key(self._key("full", self._rank, receiver, number))
+            self._store.delete_key(full)
         self._in_use[half].clear()
 
-    def _await_one(self, receiver: int, number: int, replica: str, ends_at: float) -> None:
-        key = f"{self._key('taken', self._rank, receiver, number)}/{replica}"
+    def _await_one(self, engine_rank: int, replica: str, taken: str, ends_at: float) -> None:
+        taken = f"{taken}/{replica}"
         # A receiver that fails sets its report, and never the key.
-        report = done_key(self._order.attempt, replica, receiver - self._first)
-        while not self._store.check([key]):
+        report = key("done", self._call.attempt, replica, engine_rank)
+        while not self._store.check([taken]):
             # A sound receiver sets the key and then its report, maybe both since the last look.
-            if self._store.check([report]) and not self._store.check([key]):
-                raise RuntimeError(f"rank {receiver - self._first} of {replica} gave up")
+            if self._store.check([report]) and not self._store.check([taken]):
+                raise RuntimeError(f"rank {engine_rank} of {replica} gave up")
             if time.monotonic() > ends_at:
                 raise RuntimeError(f"{replica} did not take its slices in time")
-            self._glance(key)
-        self._store.delete_key(key)
-
-    def _glance(self, key: str) -> None:
-        """Wait for a key, but not longer than a look at the report may be late."""
-        try:
-            self._store.wait([key], timedelta(seconds=_GLANCE_S))
-        except dist.DistStoreError:
-            return
-
-    def _key(self, kind: str, sender: int, receiver: int, number: int) -> str:
-        return parcel_key(kind, self._order.attempt, sender, receiver, number)
-
-
-class _Arrival:
-    """A parcel that a sender has put, or will put, into its shared memory."""
-
-    def __init__(self, transport: SharedTransport, key: str, packets: Sequence[Packet]) -> None:
-        self._transport, self._key, self._packets = transport, key, packets
-        self._is_over = False
-
-    def wait(self, timeout: timedelta) -> None:
-        """Until it is there."""
-        if not self._is_over:
-            self._transport.arrive(self._key, self._packets, timeout)
-        self._is_over = True
+            # Not longer than a look at the report may be late.
+            with suppress(dist.DistStoreError):
+                self._store.wait([taken], _GLANCE)
+        self._store.delete_key(taken)

@@ -2,7 +2,7 @@
 
 Runs in one thread of rank 0, which alone uses the link meanwhile. A transfer:
 
-| rank 0 | trainer ranks (`sender.py`) | ranks of the engines (`engine_rank.py`) |
+| rank 0 | trainer ranks (`Sender` of `reshard.py`) | ranks of the engines (`engine_rank.py`) |
 |---|---|---|
 | Pause, Receive | | compute the plan, look at their parameters, say ready |
 | roll call: who is not ready within `grace_s` is left out | wait for a call | wait for `go` |
@@ -17,21 +17,18 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import torch
 import torch.distributed as dist
 
-from megatron_rl.protocol.types import Pause, Receive
-from megatron_rl.weights.exchange.engine_rank import Ready, Report, layouts_key, ready_key
+from megatron_rl.protocol.types import Hello, Pause, Receive
 from megatron_rl.weights.exchange.group import is_of_devices
-from megatron_rl.weights.exchange.layouts import Layouts
-from megatron_rl.weights.exchange.sender import failed_key, go_key, prepared_key
-from megatron_rl.weights.exchange.shared_transport import done_key
-from megatron_rl.weights.exchange.transport import Round
-from megatron_rl.weights.sync.link import Conversation, GeneratorLink
-from megatron_rl.weights.sync.members import ExchangeSettings, Member, Outcome
+from megatron_rl.weights.exchange.orders import Call, Ready, Report, key
+from megatron_rl.weights.exchange.plan import Layouts
+from megatron_rl.weights.sync.link import Conversation, GeneratorLink, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -44,19 +41,29 @@ GLANCE_S = 0.004
 
 
 @dataclass(frozen=True)
-class _Task:
-    """What all transfers to some generators have in common."""
+class ExchangeSettings:
+    """Settings of the exchange."""
 
-    talk: Conversation
-    members: dict[str, Member]
-    layouts: int
-    version: int
-    outcome: Outcome
-
-    def keys(self, kind: Callable[[int, str, int], str], attempt: int, name: str) -> list[str]:
-        """One key for each engine rank of a generator."""
-        size = self.members[name].hello.world_size
-        return [kind(attempt, name, rank) for rank in range(size)]
+    host: str
+    """Address on which the stores of the groups listen."""
+    backend: str
+    """Collective backend of the groups; or without groups IPC, memory that ranks on one node
+    share, or FOLDER, files."""
+    dtype: torch.dtype
+    """Type of elements on the wire."""
+    bucket_bytes: int
+    deadline_s: float
+    name: str
+    """Prefix of the groups' names: equal on every rank, unique to this syncer."""
+    grace_s: float = 30.0
+    """Most that all wait for a generator that has taken a version before: in the roll call, and in
+    each round of packets."""
+    groups: int = 1
+    """Parts of the generators that are served one after the other; the others generate."""
+    folder: str = ""
+    """With FOLDER: path or URL of the files."""
+    keeps: bool = False
+    """With FOLDER: engines keep their parameters, so differences between versions are sent."""
 
 
 class Leader:
@@ -81,71 +88,81 @@ class Leader:
 
     def announce(self, number: int, layouts: Layouts) -> None:
         """Put layouts into the store."""
-        self._store.set(layouts_key(number), msgspec.json.encode(layouts))
+        self._store.set(key("layouts", number), msgspec.json.encode(layouts))
 
-    def lead(self, parties: Sequence[tuple[int, Sequence[Member]]], version: int) -> Outcome:
-        """Bring all members to the version. parties: number of the layouts, members."""
+    def lead(
+        self,
+        parties: Sequence[tuple[int, Mapping[str, Hello]]],
+        version: int,
+        then: Callable[[], None] | None = None,
+    ) -> Outcome:
+        """Bring all members to the version. parties: number of the layouts, members.
+
+        then: called once every member has taken the version or failed, if one has taken it.
+        """
         outcome = Outcome()
         old, self._old_keys = self._old_keys, []
         fault = self._await_senders()
-        for key in old:
+        for each in old:
             # All senders have read the calls of the last weight sync.
-            self._store.delete_key(key)
+            self._store.delete_key(each)
         for number, members in parties:
             talk = Conversation(self._link, members, outcome, self._settings.deadline_s)
             if fault:
-                talk.lose_all({name: f"{name}: {fault}" for name in talk.names})
-            named = {member.name: member for member in members}
-            self._serve(_Task(talk, named, number, version, outcome))
-        self._call(Round(self._calls, is_end=True))
+                talk.lose({name: f"{name}: {fault}" for name in members})
+            self._serve(talk, number, version)
+        self._call(Call(self._calls, is_end=True))
+        if then is not None and len(outcome.failed) < sum(len(members) for _, members in parties):
+            then()
         return outcome
 
     def forget(self, name: str) -> None:
         """A generator is lost: no group with it is sound."""
-        self._groups = {key: text for key, text in self._groups.items() if name not in dict(key)}
+        self._groups = {who: text for who, text in self._groups.items() if name not in dict(who)}
 
     def _await_senders(self) -> str:
         """Why no transfer is possible; "": all senders wait for a call."""
-        keys = [prepared_key(self._calls, rank) for rank in range(self._trainer_ranks)]
+        keys = [key("prepared", self._calls, rank) for rank in range(self._trainer_ranks)]
         self._old_keys += keys
         ends_at = time.monotonic() + self._settings.deadline_s
         while not self._store.check(keys):
             if time.monotonic() > ends_at:
                 return "no sender came before the deadline (expert.weights.deadline_s)"
             time.sleep(GLANCE_S)
-        return next((text for key in keys if (text := self._store.get(key).decode())), "")
+        return next((text for each in keys if (text := self._store.get(each).decode())), "")
 
-    def _serve(self, task: _Task) -> None:
-        lacking = dict.fromkeys(task.talk.names, "")
+    def _serve(self, talk: Conversation, layouts: int, version: int) -> None:
+        lacking, is_one = dict.fromkeys(talk.present, ""), len(talk.present) == 1
         for _ in range(ATTEMPTS):
             if lacking:
-                lacking = self._transfer(task, list(lacking))
-        for name in list(lacking) if len(task.members) > 1 else ():
+                lacking = self._transfer(talk, list(lacking), layouts, version)
+        for name in list(lacking) if not is_one else ():
             del lacking[name]
-            lacking |= self._transfer(task, [name])
-        task.talk.lose_all(lacking)
+            lacking |= self._transfer(talk, [name], layouts, version)
+        talk.lose(lacking)
 
     # --- one transfer ---------------------------------------------------------------------------
 
-    def _transfer(self, task: _Task, names: list[str]) -> dict[str, str]:
+    def _transfer(
+        self, talk: Conversation, names: list[str], layouts: int, version: int
+    ) -> dict[str, str]:
         """Make one transfer; why each generator that may be served again lacks the version."""
-        talk, attempt, settings = task.talk, self._calls, self._settings
+        attempt, settings = self._calls, self._settings
         # A first transfer gets its memory, and forms the lanes.
-        is_known = any(self._session(task, name) in self._served for name in names)
+        is_known = any(self._session(talk, name) in self._served for name in names)
         wait_s = min(settings.grace_s if is_known else math.inf, settings.deadline_s)
-        pause = Pause()
-        talk.tell(names, lambda name: pause)
+        talk.tell(dict.fromkeys(names, Pause()))
         # No wait for the Ack of Pause: a generator obeys in order, so `ready` answers both.
-        orders = {name: self._receive(task, name, wait_s) for name in names}
-        talk.tell(names, orders.__getitem__)
-        held = self._roll_call(task, [name for name in names if name in talk.names], wait_s)
+        orders = {name: self._order(name, layouts, version, wait_s) for name in names}
+        talk.tell(orders)
+        held = self._roll_call(talk, [name for name in names if name in talk.present], wait_s)
         present, base = list(held), _base(held.values())
         self._call(
-            Round(
+            Call(
                 attempt,
-                task.version,
-                task.layouts,
-                self._group(task, present),
+                version,
+                layouts,
+                self._group(talk, present),
                 tuple(present),
                 settings.deadline_s,
                 wait_s,
@@ -156,90 +173,89 @@ class Leader:
         )
         if not present:
             return {}
-        self._await_reports(task, attempt, present, wait_s)
-        left = [name for name in present if name in talk.names]
+        self._await_reports(talk, attempt, present, wait_s)
         # The engine's call ends after the reports of its ranks, and Resume must follow it.
-        talk.await_acks(left, orders[present[0]])
-        left = [name for name in left if name in talk.names]
-        lacking = {name: why for name in left if (why := self._read(task, attempt, name))}
+        talk.await_acks(present, orders[present[0]])
+        left = [name for name in present if name in talk.present]
+        lacking = {name: why for name in left if (why := self._read(talk, attempt, name, version))}
         if len(left) - len(lacking) < len(present):
             # Its connections are broken, or it will not be these generators' again.
             self.forget(present[0])
         whole = [name for name in left if name not in lacking]
-        talk.resume(task.version, whole)
-        self._served |= {self._session(task, name) for name in whole}
+        self._served |= {self._session(talk, name) for name in whole}
+        talk.resume(version, whole)
         return lacking
 
-    def _receive(self, task: _Task, name: str, wait_s: float) -> Receive:
+    def _order(self, name: str, layouts: int, version: int, wait_s: float) -> Receive:
         settings = self._settings
         return Receive(
             address=settings.host,
             port=self._store.port,
             syncer=settings.name,
             replica=name,
-            layouts=task.layouts,
+            layouts=layouts,
             backend=settings.backend,
             folder=settings.folder,
             attempt=self._calls,
-            version=task.version,
+            version=version,
             # Of the roll call and the transfer.
             deadline_s=wait_s + settings.deadline_s,
         )
 
-    def _roll_call(self, task: _Task, names: list[str], wait_s: float) -> dict[str, int]:
+    def _roll_call(self, talk: Conversation, names: list[str], wait_s: float) -> dict[str, int]:
         """The generators whose ranks can all receive; the others are lost.
 
         With the version that the ranks hold, -1 where they hold none or several.
         """
-        keys = {name: task.keys(ready_key, self._calls, name) for name in names}
-        self._old_keys += [key for each in keys.values() for key in each]
+        keys = {name: self._keys("ready", self._calls, talk, name) for name in names}
         ends_at = time.monotonic() + wait_s
         lost = self._link.await_all(
             names, lambda name: self._store.check(keys[name]), lambda: ends_at, "it is not ready"
         )
-        task.talk.lose_all(lost)
+        talk.lose(lost)
         present = {}
         for name in names:
             if name in lost:
                 continue
-            ranks = [msgspec.json.decode(self._store.get(key), type=Ready) for key in keys[name]]
+            ranks = [msgspec.json.decode(self._store.get(each), type=Ready) for each in keys[name]]
             if refusal := next((ready.error for ready in ranks if ready.error), ""):
-                task.talk.lose(name, f"{name}: {refusal}")
+                talk.lose({name: f"{name}: {refusal}"})
             else:
                 versions = {ready.holds for ready in ranks}
                 present[name] = versions.pop() if len(versions) == 1 else -1
         return present
 
-    def _await_reports(self, task: _Task, attempt: int, names: list[str], wait_s: float) -> None:
+    def _await_reports(
+        self, talk: Conversation, attempt: int, names: list[str], wait_s: float
+    ) -> None:
         """Wait until all ranks have reported. Those that do not are lost."""
-        keys = {name: task.keys(done_key, attempt, name) for name in names}
-        self._old_keys += [failed_key(attempt), *(key for each in keys.values() for key in each)]
+        keys = {name: self._keys("done", attempt, talk, name) for name in names}
+        failed = key("failed", attempt)
+        self._old_keys.append(failed)
         limit = time.monotonic() + self._settings.deadline_s + REPORT_S
         is_troubled = False
+        # Within which every rank notices that another one has failed. NCCL does not tell a rank
+        # that its peer has left; a socket's end does.
+        notice_s = wait_s if is_of_devices(self._settings.backend) else 0.0
 
         def ends_at() -> float:
             nonlocal limit, is_troubled
-            if not is_troubled and self._store.check([failed_key(attempt)]):
+            if not is_troubled and self._store.check([failed]):
                 is_troubled = True
-                limit = min(limit, time.monotonic() + self._notice_s(wait_s) + REPORT_S)
+                limit = min(limit, time.monotonic() + notice_s + REPORT_S)
             return limit
 
         lost = self._link.await_all(
             names, lambda name: self._store.check(keys[name]), ends_at, "no report came"
         )
         if lost and is_troubled:
-            log.warning("%s", self._store.get(failed_key(attempt)).decode())
-        task.talk.lose_all(lost)
+            log.warning("%s", self._store.get(failed).decode())
+        talk.lose(lost)
 
-    def _notice_s(self, wait_s: float) -> float:
-        """Within which every rank notices that another one has failed."""
-        # NCCL does not tell a rank that its peer has left; a socket's end does.
-        return wait_s if is_of_devices(self._settings.backend) else 0.0
-
-    def _read(self, task: _Task, attempt: int, name: str) -> str:
+    def _read(self, talk: Conversation, attempt: int, name: str, version: int) -> str:
         """Add the reports of a generator's ranks to the outcome; why it lacks the version."""
-        keys, outcome = task.keys(done_key, attempt, name), task.outcome
-        reports = [msgspec.json.decode(self._store.get(key), type=Report) for key in keys]
+        keys, outcome = self._keys("done", attempt, talk, name), talk.outcome
+        reports = [msgspec.json.decode(self._store.get(each), type=Report) for each in keys]
         damaged = sum(report.damaged for report in reports)
         outcome.damaged += damaged
         outcome.transfers_s.append(max(report.seconds for report in reports))
@@ -249,30 +265,36 @@ class Leader:
         if not why and damaged:
             why = f"{damaged} parcels arrived damaged"
         if why:
-            log.warning("version %d at %s: %s", task.version, name, why)
+            log.warning("version %d at %s: %s", version, name, why)
         return why and f"{name}: {why}"
 
-    # --- groups and calls -----------------------------------------------------------------------
+    # --- keys, groups and calls -----------------------------------------------------------------
 
-    def _session(self, task: _Task, name: str) -> tuple[str, int]:
-        return name, task.members[name].hello.session
+    def _keys(self, kind: str, attempt: int, talk: Conversation, name: str) -> list[str]:
+        """One key for each engine rank of a generator."""
+        keys = [key(kind, attempt, name, rank) for rank in range(talk.present[name].world_size)]
+        self._old_keys += keys
+        return keys
 
-    def _group(self, task: _Task, names: list[str]) -> str:
+    def _session(self, talk: Conversation, name: str) -> tuple[str, int]:
+        return name, talk.present[name].session
+
+    def _group(self, talk: Conversation, names: list[str]) -> str:
         """Name of the group of these generators; a new one if there is none."""
-        key = tuple(self._session(task, name) for name in names)
-        if key not in self._groups:
+        sessions = tuple(self._session(talk, name) for name in names)
+        if sessions not in self._groups:
             # An engine is in one group at a time.
             for name in names:
                 self.forget(name)
             self._groups_made += 1
             # Unique among runs too: each syncer has separate groups.
-            self._groups[key] = f"{self._settings.name}-{self._groups_made}"
-        return self._groups[key]
+            self._groups[sessions] = f"{self._settings.name}-{self._groups_made}"
+        return self._groups[sessions]
 
-    def _call(self, order: Round) -> None:
-        key = go_key(self._calls)
-        self._old_keys.append(key)
-        self._store.set(key, msgspec.json.encode(order))
+    def _call(self, call: Call) -> None:
+        go = key("go", self._calls)
+        self._old_keys.append(go)
+        self._store.set(go, msgspec.json.encode(call))
         self._calls += 1
 
 

@@ -2,12 +2,13 @@
 
 ROUTER of the weights endpoint: StartRequest, MayStart, Hello, Release, Reclaim, Pause, Receive,
 Resume, Fence, Ping, LeaveGroup and their Acks. Every wait has a deadline.
-A failure of one generator is raised as `GeneratorLost` and concerns that generator alone.
+A failure of one generator is returned as its reason, and concerns that generator alone.
 """
 
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megatron_rl.config.tree import PortsConfig
 from megatron_rl.protocol.endpoints import WEIGHTS, names_of
@@ -24,7 +25,6 @@ from megatron_rl.protocol.types import (
     StartRequest,
 )
 from megatron_rl.protocol.wire import DeadlineExceeded, Router, WireError
-from megatron_rl.weights.sync.members import Member, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +33,6 @@ POLL_S = 0.002
 _ORDERS = frozenset(names_of(WEIGHTS.dealer_hears))
 PING_S = 0.5
 """Sending is what notices a socket that is gone: ROUTER sockets report no lost connection."""
-
-
-class GeneratorLost(RuntimeError):
-    """A generator failed, fell silent or restarted during a weight sync; the text says why."""
 
 
 def open_router(ports: PortsConfig) -> Router:
@@ -124,12 +120,13 @@ class GeneratorLink:
 
         Returns False if limit_s passed before.
         """
+        return self._listen_until(lambda: len(self.peers.keys() | self._waiting) >= number, limit_s)
+
+    def _listen_until(self, is_over: Callable[[], bool], limit_s: float) -> bool:
         ends_at = time.monotonic() + limit_s
-        while len(self.peers.keys() | self._waiting) < number:
-            if (left_s := ends_at - time.monotonic()) <= 0:
-                return False
+        while not is_over() and (left_s := ends_at - time.monotonic()) > 0:
             self.listen(left_s)
-        return True
+        return is_over()
 
     def await_starts(self, ends_at: float) -> None:
         """Wait until no engine is starting: each is ready, lost, or given up at `ends_at`."""
@@ -150,17 +147,15 @@ class GeneratorLink:
 
         least: how many must have said Hello by then; None: all. Raises DeadlineExceeded.
         """
-        ends_at = time.monotonic() + limit_s
-        while len(self.peers) < number and (left_s := ends_at - time.monotonic()) > 0:
-            self.listen(left_s)
-        if (found := len(self.peers)) < number:
-            text = (
-                f"{found} of {number} generators said hello in {limit_s:.0f} s "
-                "(expert.weights.join_timeout_s): see logs/generator-*.log"
-            )
-            if found < (number if least is None else least):
-                raise DeadlineExceeded(text)
-            log.warning("training begins without the others: %s", text)
+        if self._listen_until(lambda: len(self.peers) >= number, limit_s):
+            return
+        text = (
+            f"{len(self.peers)} of {number} generators said hello in {limit_s:.0f} s "
+            "(expert.weights.join_timeout_s): see logs/generator-*.log"
+        )
+        if len(self.peers) < (number if least is None else least):
+            raise DeadlineExceeded(text)
+        log.warning("training begins without the others: %s", text)
 
     def pop_leaving(self) -> list[str]:
         """Forget the generators that leave; returns their names. They may say so again."""
@@ -187,20 +182,15 @@ class GeneratorLink:
         hello = self.peers.get(peer)
         return hello is not None and self._sessions.get(peer, hello.session) != hello.session
 
-    def ask(self, peer: str, message: AnyMessage, ends_at: float) -> None:
-        """Send a message and wait for its Ack. Raises GeneratorLost."""
-        self.tell(peer, message)
-        if lost := self.await_acks([peer], message, lambda: ends_at):
-            raise GeneratorLost(lost[peer])
-
-    def tell(self, peer: str, message: AnyMessage) -> None:
-        """Send a message. Raises GeneratorLost when the generator is gone or has restarted."""
+    def tell(self, peer: str, message: AnyMessage) -> str:
+        """Send a message. Returns why the generator is lost; "": it is not."""
         if self._has_restarted(peer):
-            raise GeneratorLost(f"{peer} failed: it restarted")
+            return f"{peer} failed: it restarted"
         # An Ack that is still here answered an earlier message of this kind.
         self._acks.get(peer, set()).discard(type(message).__name__)
-        if not self._router.send(peer, message):
-            raise GeneratorLost(f"{peer} is gone: cannot send {type(message).__name__}")
+        if self._router.send(peer, message):
+            return ""
+        return f"{peer} is gone: cannot send {type(message).__name__}"
 
     def await_acks(
         self, peers: Collection[str], message: AnyMessage, ends_at: Callable[[], float]
@@ -228,7 +218,9 @@ class GeneratorLink:
         while waiting := {peer for peer in waiting if not is_over(peer)}:
             now = time.monotonic()
             for peer in sorted(waiting):
-                if reason := self._loss(peer, pings=now > ping_at):
+                if peer in self._failures:
+                    lost[peer] = f"{peer} failed: {self._failures[peer]}"
+                elif now > ping_at and (reason := self.tell(peer, Ping())):
                     lost[peer] = reason
                 elif now > ends_at():
                     lost[peer] = f"{peer}: {why} before the deadline (expert.weights.deadline_s)"
@@ -240,17 +232,6 @@ class GeneratorLink:
                 self.listen(POLL_S)
         return lost
 
-    def _loss(self, peer: str, *, pings: bool) -> str:
-        """Why a generator that is being served is lost; "": it is not."""
-        if peer in self._failures:
-            return f"{peer} failed: {self._failures[peer]}"
-        try:
-            if pings:
-                self.tell(peer, Ping())
-        except GeneratorLost as error:
-            return str(error)
-        return ""
-
     def drop(self, peer: str) -> None:
         """Forget a generator; its next Hello, which may have arrived already, brings it back."""
         if not self._has_restarted(peer):
@@ -259,58 +240,71 @@ class GeneratorLink:
         self._forget_answers(peer)
 
 
+@dataclass
+class Outcome:
+    """Result of one weight sync on rank 0; other ranks know only `failed`."""
+
+    failed: dict[str, str] = field(default_factory=dict)
+    """Dropped generator -> reason."""
+    pauses_s: list[float] = field(default_factory=list)
+    """Seconds for which each generator was paused."""
+    wire_bytes: int = 0
+    peak_bytes: int = 0
+    """Peak memory of buffers on an engine rank."""
+    damaged: int = 0
+    """Parcels whose digest did not match their content."""
+    transfers_s: list[float] = field(default_factory=list)
+    """Seconds in which the slowest rank of each generator received, if the method reports them."""
+
+
 class Conversation:
     """Requests to all generators of a weight sync; a lost generator is left out from then on."""
 
     def __init__(
-        self, link: GeneratorLink, members: Sequence[Member], outcome: Outcome, deadline_s: float
+        self,
+        link: GeneratorLink,
+        members: Mapping[str, Hello],
+        outcome: Outcome,
+        deadline_s: float,
     ) -> None:
         """outcome: lost generators are added to it."""
-        self._link, self._outcome = link, outcome
-        self._deadline_s = deadline_s
+        self._link, self._deadline_s = link, deadline_s
         self._started = time.monotonic()
-        self.names = [member.name for member in members]
-        for member in members:
-            link.begin(member.name, member.hello.session)
+        self.outcome = outcome
+        self.present = dict(members)
+        """Those that are not lost."""
+        for name, hello in members.items():
+            link.begin(name, hello.session)
 
-    def ask(self, message: AnyMessage) -> None:
-        """Send to all remaining generators, and wait for all Acks within one deadline."""
+    def ask(self, message: AnyMessage, names: Sequence[str] | None = None) -> None:
+        """Send to generators, and wait for all Acks within one deadline. names: None: to all."""
         # All are told before the first wait: they work at the same time.
-        self.tell(self.names, lambda name: message)
-        self.await_acks(self.names, message)
+        asked = list(self.present if names is None else names)
+        self.tell(dict.fromkeys(asked, message))
+        self.await_acks(asked, message)
 
-    def tell(self, names: Sequence[str], message: Callable[[str], AnyMessage]) -> None:
-        """Send those of them that remain a message each."""
-        for name in [name for name in names if name in self.names]:
-            try:
-                self._link.tell(name, message(name))
-            except GeneratorLost as error:
-                self.lose(name, str(error))
+    def tell(self, messages: Mapping[str, AnyMessage]) -> None:
+        """Send the generators that remain a message each, by name."""
+        for name, message in messages.items():
+            if name in self.present and (reason := self._link.tell(name, message)):
+                self.lose({name: reason})
 
     def await_acks(self, names: Sequence[str], message: AnyMessage) -> None:
-        """Wait until they have answered such a message, within one deadline."""
+        """Wait until those that remain have answered such a message, within one deadline."""
         ends_at = time.monotonic() + self._deadline_s
-        present = [name for name in names if name in self.names]
-        self.lose_all(self._link.await_acks(present, message, lambda: ends_at))
+        present = [name for name in names if name in self.present]
+        self.lose(self._link.await_acks(present, message, lambda: ends_at))
 
-    def lose_all(self, reasons: Mapping[str, str]) -> None:
-        """Continue without some generators."""
+    def lose(self, reasons: Mapping[str, str]) -> None:
+        """Continue without generators, which serve nothing until a weight sync succeeds."""
         for name, reason in reasons.items():
-            self.lose(name, reason)
-
-    def lose(self, name: str, reason: str) -> None:
-        """Continue without a generator, which serves nothing until a weight sync succeeds."""
-        self.names.remove(name)
-        self._outcome.failed[name] = reason
-        try:
-            self._link.tell(name, Fence(reason))
-        except GeneratorLost as error:
-            log.info("%s", error)
+            del self.present[name]
+            self.outcome.failed[name] = reason
+            if unheard := self._link.tell(name, Fence(reason)):
+                log.info("%s", unheard)
 
     def resume(self, version: int, names: Sequence[str]) -> None:
         """Let these generators continue."""
-        resume = Resume(version)
-        self.tell(names, lambda name: resume)
-        self.await_acks(names, resume)
-        held = [name for name in names if name in self.names]
-        self._outcome.pauses_s += [time.monotonic() - self._started] * len(held)
+        self.ask(Resume(version), names)
+        held = [name for name in names if name in self.present]
+        self.outcome.pauses_s += [time.monotonic() - self._started] * len(held)

@@ -7,48 +7,99 @@ transfer, `exchange/transport.py` for the way of the bytes. Threads of a weight 
 |---|---|---|---|
 | caller | every rank | begins, joins the other threads | rank 0's outcome |
 | leader (`leader.py`) | rank 0 | messages generators, calls trainer ranks | reports, acks |
-| sender (`sender.py`) | every rank | takes digests of its slices, sends | calls in the store |
+| sender (`Sender`) | every rank | takes digests of its slices, sends | calls in the store |
 
 Threads share no group, connection to the store or socket. Every wait of a sender has a limit, so
 `end` waits for it: afterwards nobody reads the parameters.
 """
 
-import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from datetime import timedelta
 
+import msgspec
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.nccl_settings import check_settings, own_settings
 from megatron_rl.protocol.types import Hello, LeaveGroup
 from megatron_rl.weights.exchange.folder import Folder
-from megatron_rl.weights.exchange.folder_transport import FolderEnd
 from megatron_rl.weights.exchange.group import is_of_devices, open_store
-from megatron_rl.weights.exchange.layouts import EngineKind, Layouts, kind_of
+from megatron_rl.weights.exchange.group_transport import open_transport
 from megatron_rl.weights.exchange.memory import SideStreams, synchronize
-from megatron_rl.weights.exchange.parcels import Ends, PlainParameters, outgoing
-from megatron_rl.weights.exchange.sender import Sender
-from megatron_rl.weights.exchange.transport import stages_all
+from megatron_rl.weights.exchange.orders import Call, key
+from megatron_rl.weights.exchange.parcels import Ends, PlainParameters, outgoing, send
+from megatron_rl.weights.exchange.plan import EngineKind, Layouts, Plan, kind_of
+from megatron_rl.weights.exchange.transport import Transport, stages_all
 from megatron_rl.weights.layout.place import Place
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.sync.control import Control
-from megatron_rl.weights.sync.leader import Leader
-from megatron_rl.weights.sync.link import GeneratorLink, GeneratorLost
-from megatron_rl.weights.sync.members import ExchangeSettings, Member, Outcome
+from megatron_rl.weights.sync.leader import ExchangeSettings, Leader
+from megatron_rl.weights.sync.link import GeneratorLink, Outcome
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class _Running:
-    """The threads of a weight sync."""
+class Sender:
+    """This rank's end of all transfers, as rank 0 calls for them in the store (`orders.py`).
 
-    outcome: Future[Outcome] | None = None
-    """On rank 0."""
-    sending: Future[None] | None = None
+    Works in one thread. No other thread uses its store or transport, and the parameters do not
+    change before its weight sync has ended.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        transport: Transport,
+        *,
+        rank: int,
+        dtype: torch.dtype,
+        patience_s: float,
+    ) -> None:
+        """dtype: of elements on the wire. patience_s: of a wait for rank 0's next call."""
+        self._store, self._transport = store, transport
+        self._rank, self._dtype, self._patience_s = rank, dtype, patience_s
+        self._calls = 0
+
+    def serve(
+        self, prepared: Mapping[int, Ends], plans: Mapping[int, Plan], *, fault: str = ""
+    ) -> None:
+        """Send what rank 0 calls for until the weight sync is over.
+
+        prepared: by number of layouts, see `outgoing`. plans: likewise. fault: why there is nothing
+        to send; rank 0 then calls for no transfer.
+        """
+        try:
+            self._store.set(key("prepared", self._calls, self._rank), fault)
+            while not (call := self._next_call()).is_end:
+                if call.replicas and (
+                    reason := self._send(call, prepared[call.layouts], plans[call.layouts])
+                ):
+                    self._store.set(key("failed", call.attempt), reason)
+        except dist.DistError as error:
+            # Rank 0 is gone.
+            log.warning("no more calls for a transfer: %s", error)
+
+    def _next_call(self) -> Call:
+        self._store.set_timeout(timedelta(seconds=self._patience_s))
+        call = msgspec.json.decode(self._store.get(key("go", self._calls)), type=Call)
+        self._calls += 1
+        return call
+
+    def _send(self, call: Call, ends: Ends, plan: Plan) -> str:
+        """This rank's part of a transfer; why it failed."""
+        try:
+            self._transport.begin(call, plan)
+            send(ends, self._transport, dtype=self._dtype, version=call.version)
+        except RuntimeError as error:
+            # Also torch's DistError of a store, a group or a collective is a RuntimeError. Engine
+            # ranks that wait for this one fail when its connections close.
+            self._transport.forget(call.replicas)
+            return f"trainer rank {self._rank} could not send: {error}"
+        return ""
 
 
 class Reshard:
@@ -71,7 +122,9 @@ class Reshard:
         """With their numbers in the store."""
         self._device = next(iter(parameters.values())).device
         self._streams = SideStreams(self._device)
-        self._running = _Running()
+        self._leading: Future[Outcome] | None = None
+        """Of the weight sync that runs, on rank 0."""
+        self._sending: Future[None] | None = None
         self._names: set[str] = set()
         port, self._leader = 0, None
         if link is not None:
@@ -81,29 +134,31 @@ class Reshard:
             port = master.port
         port = control.share(port, int)
         store = open_store(settings.host, port, is_master=False, timeout_s=settings.deadline_s)
-        self._folder, end = None, None
-        if settings.folder:
-            self._folder = Folder(settings.folder)
-            end = FolderEnd(self._folder, store, settings.dtype, settings.name)
-            if link is not None:
-                self._folder.remove_all()
+        self._remove_files()
+        self._transport = open_transport(
+            store, control.rank, self._device, backend=settings.backend, dtype=settings.dtype,
+            folder=settings.folder, syncer=settings.name,
+        )  # fmt: skip
         self._sender = Sender(
             store,
+            self._transport,
             rank=control.rank,
-            backend=settings.backend,
             dtype=settings.dtype,
-            device=self._device,
             # Between two calls rank 0 waits for reports and answers, and calls the roll.
             patience_s=4 * settings.deadline_s + 2 * settings.grace_s,
-            folder=end,
         )
+
+    def _remove_files(self) -> None:
+        """On rank 0: remove the files of all weight syncs."""
+        if self._link is not None and self._settings.folder:
+            Folder(self._settings.folder).remove_all()
 
     @property
     def peak_bytes(self) -> int:
         """Peak memory of buffers on this rank."""
-        return self._sender.peak_bytes
+        return self._transport.peak_bytes
 
-    def sync(self, members: list[Member], version: int) -> Outcome:
+    def sync(self, members: Mapping[str, Hello], version: int) -> Outcome:
         """Serve all members together."""
         self.begin(members, version)
         return self.end()
@@ -111,33 +166,29 @@ class Reshard:
     # --- one weight sync ------------------------------------------------------------------------
 
     def begin(
-        self, members: list[Member], version: int, then: Callable[[], None] | None = None
+        self, members: Mapping[str, Hello], version: int, then: Callable[[], None] | None = None
     ) -> None:
         """Start to serve all members. Until `end` the parameters must not change, and no other code
         uses the link.
 
-        then: called on rank 0, by another thread, once every member has taken the version or
-        failed, and at least one has taken it.
+        then: see `Leader.lead`; called by another thread.
         """
         # First: an impossible plan is impossible on every rank.
-        numbers = [self._number(member.hello) for member in members]
-        pairs = sorted(zip(numbers, members, strict=True), key=lambda pair: pair[0])
+        numbers = {name: self._number(hello) for name, hello in members.items()}
         parties = [
-            (number, party)
-            for number, each in itertools.groupby(pairs, key=lambda pair: pair[0])
-            for party in _parts([member for _, member in each], self._settings.groups)
+            (number, {name: members[name] for name in names[start :: self._settings.groups]})
+            for number in sorted(set(numbers.values()))
+            for names in [[name for name in members if numbers[name] == number]]
+            for start in range(min(self._settings.groups, len(names)))
         ]
-        self._names |= {member.name for member in members}
+        self._names |= members.keys()
         # A pool per weight sync. No daemons: torch 2.13 aborts a process that ends while a thread
         # waits in gloo.
-        pool = ThreadPoolExecutor(
-            2, thread_name_prefix="sync", initializer=self._streams.enter
-        )  # fmt: skip
+        pool = ThreadPoolExecutor(2, "sync", self._streams.enter)
         self._streams.begin()
-        running = self._running = _Running()
         if self._leader is not None:
-            running.outcome = pool.submit(_lead, self._leader, parties, version, then)
-        running.sending = pool.submit(self._send, sorted(set(numbers)))
+            self._leading = pool.submit(self._leader.lead, parties, version, then)
+        self._sending = pool.submit(self._send, sorted(set(numbers.values())))
         pool.shutdown(wait=False)
 
     def _send(self, numbers: Sequence[int]) -> None:
@@ -162,17 +213,18 @@ class Reshard:
 
     def is_over(self) -> bool:
         """On rank 0: whether all generators have ended."""
-        return self._running.outcome is not None and self._running.outcome.done()
+        return self._leading is not None and self._leading.done()
 
     def end(self) -> Outcome:
         """Wait until all members hold the version or have failed; the parameters may change then.
 
         Collective.
         """
-        running, self._running = self._running, _Running()
-        outcome = running.outcome.result() if running.outcome is not None else Outcome()
-        if running.sending is not None:
-            running.sending.result()
+        leading, self._leading = self._leading, None
+        sending, self._sending = self._sending, None
+        outcome = leading.result() if leading is not None else Outcome()
+        if sending is not None:
+            sending.result()
         outcome.failed = self._control.share(outcome.failed, dict[str, str])
         return outcome
 
@@ -205,37 +257,17 @@ class Reshard:
     def forget(self, name: str) -> None:
         """Leave the groups with a lost generator."""
         self._names.discard(name)
-        self._sender.forget(name)
+        self._transport.forget([name])
         if self._leader is not None:
             self._leader.forget(name)
 
     def close(self) -> None:
         """Leave all groups."""
         # After an error a weight sync may still run, and it uses the link.
-        is_free = self._running.outcome is None or self._running.outcome.done()
+        is_free = self._leading is None or self._leading.done()
         for name in sorted(self._names) if self._link is not None and is_free else ():
-            try:
-                self._link.tell(name, LeaveGroup())
-            except GeneratorLost as error:
-                log.info("%s", error)
-        if self._running.sending is None or self._running.sending.done():
-            self._sender.close()
-            if self._folder is not None and self._link is not None:
-                self._folder.remove_all()
-
-
-def _parts(members: Sequence[Member], groups: int) -> list[list[Member]]:
-    """The members in as many parts, of which none is empty."""
-    return [part for start in range(groups) if (part := list(members[start::groups]))]
-
-
-def _lead(
-    leader: Leader,
-    parties: Sequence[tuple[int, Sequence[Member]]],
-    version: int,
-    then: Callable[[], None] | None,
-) -> Outcome:
-    outcome = leader.lead(parties, version)
-    if then is not None and len(outcome.failed) < sum(len(members) for _, members in parties):
-        then()
-    return outcome
+            if unheard := self._link.tell(name, LeaveGroup()):
+                log.info("%s", unheard)
+        if self._sending is None or self._sending.done():
+            self._transport.close()
+            self._remove_files()

@@ -12,14 +12,14 @@ import logging
 import time
 from collections.abc import Callable
 
+from megatron_rl.config.generator import MOST_PASSED_BY
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.process import TrainingStopped
 from megatron_rl.protocol.types import Hello
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.weights.sync.control import Control
-from megatron_rl.weights.sync.link import GeneratorLink
-from megatron_rl.weights.sync.members import Backoff, Member, Outcome
+from megatron_rl.weights.sync.link import GeneratorLink, Outcome
 from megatron_rl.weights.sync.reshard import Reshard
 from megatron_rl.weights.sync.turns import MemoryTurns
 
@@ -28,6 +28,42 @@ log = logging.getLogger(__name__)
 _SHOWN_FAULTS = 4
 RETRY_S = 0.5
 """Seconds before another weight sync, when no generator took one."""
+
+
+class Backoff:
+    """Generators that the next weight syncs leave out, because they failed several in a row. Pure.
+
+    A weight sync waits until its deadline for a generator that does not answer. Without back-off
+    all other generators would wait for it at each weight sync.
+    """
+
+    def __init__(self) -> None:
+        self._weight_syncs = 0
+        self._failures: dict[tuple[str, int], int] = {}
+        """Failures of each session of a generator since it was last served."""
+        self._due_at: dict[tuple[str, int], int] = {}
+        """Number of the next weight sync that includes the session."""
+
+    def begin_sync(self) -> None:
+        """Count a weight sync."""
+        self._weight_syncs += 1
+
+    def note_failed(self, name: str, session: int) -> int:
+        """Return how many weight syncs leave it out: 0 at first, then 2, 4, at most 8."""
+        key = name, session
+        self._failures[key] = failures = self._failures.get(key, 0) + 1
+        passed_by = min(MOST_PASSED_BY, 2 ** (failures - 1)) if failures > 1 else 0
+        self._due_at[key] = self._weight_syncs + passed_by + bool(passed_by)
+        return passed_by
+
+    def note_served(self, name: str, session: int) -> None:
+        """Note that it took a version."""
+        self._failures.pop((name, session), None)
+        self._due_at.pop((name, session), None)
+
+    def is_due(self, name: str, session: int) -> bool:
+        """Whether it takes part now. A restarted generator does: it has a new session."""
+        return self._weight_syncs >= self._due_at.get((name, session), 0)
 
 
 class WeightSyncer(Closing):
@@ -60,7 +96,7 @@ class WeightSyncer(Closing):
         self._has_released = False
         """Whether engines are without their weights: from `release` to the next weight sync."""
         self._overlaps = overlaps
-        self._flight: list[Member] | None = None
+        self._flight: dict[str, Hello] | None = None
         """Members of a weight sync that was started and not joined."""
         self._then: Callable[[], None] | None = None
         self._waited_s = 0.0
@@ -115,11 +151,7 @@ class WeightSyncer(Closing):
         if version < self._level:
             self._note()
             return
-        self.join()
-        self._refuse_faulty(version)
-        started = time.monotonic()
-        self._version = version
-        self._backoff.begin_sync()
+        started = self._begin(version)
         self._held.clear()
         if self._turns is not None:
             self._turns.begin_engines_turn()
@@ -128,6 +160,14 @@ class WeightSyncer(Closing):
         self._await_one()
         self._waited_s += time.monotonic() - started
         self._note()
+
+    def _begin(self, version: int) -> float:
+        """A weight sync begins; when it did, as monotonic time."""
+        self.join()
+        self._refuse_faulty(version)
+        self._version = version
+        self._backoff.begin_sync()
+        return time.monotonic()
 
     def release(self) -> None:
         """Have all generators release their memory until the next weight sync.
@@ -159,19 +199,15 @@ class WeightSyncer(Closing):
         during a forward pass.
         """
         assert self._overlaps
-        self.join()
-        self._refuse_faulty(version)
+        started = self._begin(version)
         # Figures of the weight sync before: those of this one come with the next.
         self._note()
-        started = time.monotonic()
-        self._version = version
-        self._backoff.begin_sync()
         served = {name: self._sessions[name] for name in self._held}
         self._held.clear()
         self._flight, self._then = self._members(late_only=False), then
         self._method.begin(self._flight, version, then)
         self._waited_s += time.monotonic() - started
-        if any(served.get(member.name) != member.hello.session for member in self._flight):
+        if any(served.get(name) != hello.session for name, hello in self._flight.items()):
             self.join()
 
     def join(self) -> None:
@@ -238,71 +274,67 @@ class WeightSyncer(Closing):
             self.join()
         late = self._members(late_only=True)
         if late:
-            log.info("late weight sync to %s", [member.name for member in late])
+            log.info("late weight sync to %s", [*late])
             self._sync_to(late)
 
-    def _members(self, *, late_only: bool, passes_by: bool = True) -> list[Member]:
-        """Return the members, the same on every rank.
+    def _members(self, *, late_only: bool, passes_by: bool = True) -> dict[str, Hello]:
+        """Return the members by name, the same on every rank.
 
         passes_by: leave out generators that failed several weight syncs in a row, see `Backoff`.
         """
-        members: list[Member] = []
+        members: dict[str, Hello] = {}
         leaving: list[str] = []
         if self._link is not None:
             self._link.listen()
             leaving = self._link.pop_leaving()
-            # A held generator evaluates its version; after that it is late.
-            members = [
-                Member(name, hello)
+            # A held generator evaluates its version; after that it is late. Late generators
+            # returned, or came for the first time, since the last weight sync.
+            members = {
+                name: hello
                 for name, hello in sorted(self._link.peers.items())
-                if not hello.is_held
-            ]
-            # Late generators returned, or came for the first time, since the last weight sync.
-            if late_only:
-                members = [member for member in members if not self._is_current(member)]
-            due = [m for m in members if self._backoff.is_due(m.name, m.hello.session)]
+                if not hello.is_held and not (late_only and self._is_current(name, hello))
+            }
+            due = {n: h for n, h in members.items() if self._backoff.is_due(n, h.session)}
             # Without other generators, each gets its chance.
             if passes_by and (due or self._held):
                 members = due
-        members, leaving = self._control.share((members, leaving), tuple[list[Member], list[str]])
+        members, leaving = self._control.share(
+            (members, leaving), tuple[dict[str, Hello], list[str]]
+        )
         for name in leaving:
             log.info("%s leaves the run", name)
             self._held.pop(name, None)
             self._method.forget(name)
-        for member in members:
+        for name, hello in members.items():
             # Groups hold connections to the process that died; a restarted one needs new groups.
-            if self._sessions.get(member.name, member.hello.session) != member.hello.session:
-                self._method.forget(member.name)
-            self._sessions[member.name] = member.hello.session
+            if self._sessions.get(name, hello.session) != hello.session:
+                self._method.forget(name)
+            self._sessions[name] = hello.session
         return members
 
-    def _is_current(self, member: Member) -> bool:
-        is_same = self._sessions.get(member.name) == member.hello.session
-        return is_same and self._held.get(member.name) == self._version
+    def _is_current(self, name: str, hello: Hello) -> bool:
+        is_same = self._sessions.get(name) == hello.session
+        return is_same and self._held.get(name) == self._version
 
-    def _sync_to(self, members: list[Member]) -> None:
+    def _sync_to(self, members: dict[str, Hello]) -> None:
         if self._turns is not None and members:
-            members = self._reclaim(self._turns, members)
+            # Those that take their memory again.
+            failed = self._turns.reclaim(members)
+            for name, reason in failed.items():
+                self._drop(name, reason)
+            members = {name: hello for name, hello in members.items() if name not in failed}
         if members:
             self._take(members, self._method.sync(members, self._version))
 
-    def _reclaim(self, turns: MemoryTurns, members: list[Member]) -> list[Member]:
-        """Have the members take their memory again; return those that did."""
-        failed = turns.reclaim(members)
-        for name, reason in failed.items():
-            self._drop(name, reason)
-        return [member for member in members if member.name not in failed]
-
-    def _take(self, members: list[Member], found: Outcome) -> None:
+    def _take(self, members: dict[str, Hello], found: Outcome) -> None:
         """Record the outcome of a sync to these members."""
         outcome = self._outcome
-        for member in members:
-            reason = found.failed.get(member.name)
-            if reason is None:
-                self._held[member.name] = self._version
-                self._backoff.note_served(member.name, member.hello.session)
-                continue
-            self._drop(member.name, reason)
+        for name, hello in members.items():
+            if name in found.failed:
+                self._drop(name, found.failed[name])
+            else:
+                self._held[name] = self._version
+                self._backoff.note_served(name, hello.session)
         # A late weight sync has no row of metrics: it counts in the row of the next sync.
         outcome.pauses_s += found.pauses_s
         outcome.transfers_s += found.transfers_s
@@ -338,9 +370,7 @@ class WeightSyncer(Closing):
             Metric("weight_sync/peak_extra_mb", outcome.peak_bytes / 1e6, "max"),
         ]
         if self._turns is not None:
-            release_s, reclaim_s = self._turns.pop_seconds()
-            self.metrics.append(Metric("weight_sync/release_s", release_s, "max"))
-            self.metrics.append(Metric("weight_sync/reclaim_s", reclaim_s, "max"))
+            self.metrics += self._turns.pop_metrics()
         if outcome.pauses_s:
             self.metrics.append(Metric("weight_sync/pause_s", max(outcome.pauses_s), "max"))
         if outcome.transfers_s:

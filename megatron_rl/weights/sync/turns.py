@@ -7,12 +7,12 @@ trainer has its next batch.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
-from megatron_rl.protocol.types import AnyMessage, Reclaim, Release
+from megatron_rl.protocol.metrics import Metric
+from megatron_rl.protocol.types import AnyMessage, Hello, Reclaim, Release
 from megatron_rl.weights.sync.control import Control
-from megatron_rl.weights.sync.link import Conversation, GeneratorLink
-from megatron_rl.weights.sync.members import Member, Outcome
+from megatron_rl.weights.sync.link import Conversation, GeneratorLink, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +32,11 @@ def end_turn_of_dead_trainer(
             "%d of %d generators were heard in %.0f s: the engines of the others keep the memory "
             "that they have", len(link.peers), replicas, limit_s
         )  # fmt: skip
-    members = [Member(name, hello) for name, hello in sorted(link.peers.items())]
-    outcome = Outcome()
-    Conversation(link, members, outcome, deadline_s).ask(Release())
-    for reason in outcome.failed.values():
+    talk = Conversation(link, link.peers, Outcome(), deadline_s)
+    talk.ask(Release())
+    for reason in talk.outcome.failed.values():
         log.warning("its engine may keep its memory: %s", reason)
-    log.info("%d engines have released their memory", len(members) - len(outcome.failed))
+    log.info("%d engines have released their memory", len(talk.present))
 
 
 class MemoryTurns:
@@ -59,15 +58,13 @@ class MemoryTurns:
         self._control, self._link = control, link
         self._deadline_s, self._start_timeout_s = deadline_s, start_timeout_s
         self._free_cache = free_cache
-        self.release_s = 0.0
-        self.reclaim_s = 0.0
-        """Seconds that the ranks waited for releases and reclaims, since `pop_seconds`."""
+        self._seconds = {"release": 0.0, "reclaim": 0.0}
+        """For which the ranks waited since `pop_metrics`."""
 
-    def pop_seconds(self) -> tuple[float, float]:
+    def pop_metrics(self) -> list[Metric]:
         """Return the seconds of `release` and `reclaim` since the last call."""
-        found = self.release_s, self.reclaim_s
-        self.release_s = self.reclaim_s = 0.0
-        return found
+        found, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        return [Metric(f"weight_sync/{name}_s", value, "max") for name, value in found.items()]
 
     def end_engines_turn(self) -> None:
         """On rank 0: forbid engine starts, and wait for engines that are starting."""
@@ -83,28 +80,26 @@ class MemoryTurns:
         if self._link is not None:
             self._link.may_start = True
 
-    def release(self, members: Sequence[Member]) -> dict[str, str]:
+    def release(self, members: Mapping[str, Hello]) -> dict[str, str]:
         """Have the engines release their memory; return failed generators with the reason.
 
         Collective. Engines suspend their requests, and continue them after the next weight sync.
         """
-        started = time.monotonic()
-        failed = self._have_all(Release(), members)
-        self.release_s += time.monotonic() - started
-        return failed
+        return self._have_all("release", Release(), members)
 
-    def reclaim(self, members: Sequence[Member]) -> dict[str, str]:
+    def reclaim(self, members: Mapping[str, Hello]) -> dict[str, str]:
         """Have the engines take their memory again, without its content; return failed generators.
 
         Collective. An engine that has released nothing does nothing.
         """
-        started = time.monotonic()
-        failed = self._have_all(Reclaim(), members)
-        self.reclaim_s += time.monotonic() - started
-        return failed
+        return self._have_all("reclaim", Reclaim(), members)
 
-    def _have_all(self, message: AnyMessage, members: Sequence[Member]) -> dict[str, str]:
-        outcome = Outcome()
+    def _have_all(
+        self, name: str, message: AnyMessage, members: Mapping[str, Hello]
+    ) -> dict[str, str]:
+        started, outcome = time.monotonic(), Outcome()
         if self._link is not None:
             Conversation(self._link, members, outcome, self._deadline_s).ask(message)
-        return self._control.share(outcome.failed, dict[str, str])
+        failed = self._control.share(outcome.failed, dict[str, str])
+        self._seconds[name] += time.monotonic() - started
+        return failed

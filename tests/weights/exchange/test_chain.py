@@ -12,25 +12,19 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.protocol.types import Receive
-from megatron_rl.weights.exchange import transport as transports
-from megatron_rl.weights.exchange.engine_rank import (
-    EngineRank,
-    Ready,
-    Report,
-    layouts_key,
-    ready_key,
-)
+from megatron_rl.weights.exchange import group_transport
+from megatron_rl.weights.exchange.engine_rank import EngineRank
 from megatron_rl.weights.exchange.group import open_store
-from megatron_rl.weights.exchange.layouts import EngineKind, Layouts
+from megatron_rl.weights.exchange.group_transport import Lane, open_transport
+from megatron_rl.weights.exchange.orders import Call, Ready, Report, key
 from megatron_rl.weights.exchange.packets import Packet
 from megatron_rl.weights.exchange.parcels import outgoing
-from megatron_rl.weights.exchange.plan import Plan
-from megatron_rl.weights.exchange.sender import Sender, failed_key, go_key
-from megatron_rl.weights.exchange.shared_transport import done_key
-from megatron_rl.weights.exchange.transport import IPC, Lane, Round
+from megatron_rl.weights.exchange.plan import EngineKind, Layouts, Plan
+from megatron_rl.weights.exchange.transport import IPC, stages_all
 from megatron_rl.weights.layout.place import Place, place_of
 from megatron_rl.weights.layout.slices import Share
 from megatron_rl.weights.layout.trainer_layout import trainer_slices
+from megatron_rl.weights.sync.reshard import Sender
 from tests.distributed import run_ranks
 from tests.ports import free_port
 from tests.weights.made_up import SHAPE, allocate, buffer_bytes, fill
@@ -43,13 +37,13 @@ WIDE = replace(SHAPE, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab
 def counted_bytes() -> Counter[str]:
     """Bytes that this process sends and receives in lanes from now on, by operation."""
     found: Counter[str] = Counter()
-    real = transports._op
+    real = group_transport._op
 
     def op(operation: Callable[..., object], packet: Packet, lane: Lane, peer: int) -> dist.P2POp:
         found[operation.__name__] += packet.nbytes
         return real(operation, packet, lane, peer)
 
-    transports._op = op
+    group_transport._op = op
     return found
 
 
@@ -84,26 +78,24 @@ def train(
     """Rank 0 also does what the leader does."""
     if rank == 0:
         master = open_store("127.0.0.1", port, is_master=True, timeout_s=LIMIT_S)
-        master.set(layouts_key(0), msgspec.json.encode(layouts))
+        master.set(key("layouts", 0), msgspec.json.encode(layouts))
     store = open_store("127.0.0.1", port, is_master=False, timeout_s=LIMIT_S)
-    sender = Sender(
-        store, rank=rank, backend=backend, dtype=DTYPE, device=torch.device("cpu"),
-        patience_s=LIMIT_S,
-    )  # fmt: skip
+    transport = open_transport(
+        store, rank, torch.device("cpu"), backend=backend, dtype=DTYPE, folder=""
+    )
+    sender = Sender(store, transport, rank=rank, dtype=DTYPE, patience_s=LIMIT_S)
     slices = trainer_slices(layouts.shape, place_of(rank, layouts.trainer_ranks, layouts.like))
     parameters, plan = allocate(slices), layouts.plan()
     engine_ranks = range(layouts.kind.world_size)
     for version in VERSIONS:
         fill(parameters, slices, layouts.shape, version)
-        ends = outgoing(
-            plan.of_sender(rank), parameters, DTYPE, stages_all=transports.stages_all(backend)
-        )
+        ends = outgoing(plan.of_sender(rank), parameters, DTYPE, stages_all=stages_all(backend))
         if rank == 0:
             call_for(master, 2 * version, version, names, engine_ranks)
         sender.serve({0: ends}, {0: plan})
         if rank == 0:
             check_reports(master, 2 * version, names, plan)
-    sender.close()
+    transport.close()
     return dict(moved)
 
 
@@ -112,17 +104,17 @@ def call_for(
 ) -> None:
     """When all are ready: a transfer to all engines, and the end of the weight sync."""
     for pair in itertools.product(names, engine_ranks):
-        ready = msgspec.json.decode(store.get(ready_key(call, *pair)), type=Ready)
+        ready = msgspec.json.decode(store.get(key("ready", call, *pair)), type=Ready)
         assert ready.error == ""
-    order = Round(call, version, 0, "group", names, LIMIT_S, LIMIT_S)
-    store.set(go_key(call), msgspec.json.encode(order))
-    store.set(go_key(call + 1), msgspec.json.encode(Round(call + 1, is_end=True)))
+    order = Call(call, version, 0, "group", names, LIMIT_S, LIMIT_S)
+    store.set(key("go", call), msgspec.json.encode(order))
+    store.set(key("go", call + 1), msgspec.json.encode(Call(call + 1, is_end=True)))
 
 
 def check_reports(store: dist.TCPStore, call: int, names: tuple[str, ...], plan: Plan) -> None:
-    assert not store.check([failed_key(call)])
+    assert not store.check([key("failed", call)])
     for name, (rank, receiver) in itertools.product(names, enumerate(plan.receivers)):
-        report = msgspec.json.decode(store.get(done_key(call, name, rank)), type=Report)
+        report = msgspec.json.decode(store.get(key("done", call, name, rank)), type=Report)
         assert (report.error, report.damaged) == ("", 0)
         assert report.payload_bytes == plan.received_bytes()[receiver]
 

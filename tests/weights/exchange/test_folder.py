@@ -12,24 +12,18 @@ import torch
 from torch import Tensor
 
 from megatron_rl.protocol.types import Receive
-from megatron_rl.weights.exchange.engine_rank import (
-    EngineRank,
-    Ready,
-    Report,
-    layouts_key,
-    ready_key,
-)
+from megatron_rl.weights.exchange.engine_rank import EngineRank
 from megatron_rl.weights.exchange.folder import Folder
-from megatron_rl.weights.exchange.folder_transport import FolderEnd
+from megatron_rl.weights.exchange.folder_transport import FolderTransport
 from megatron_rl.weights.exchange.group import open_store
-from megatron_rl.weights.exchange.layouts import EngineKind, Layouts
+from megatron_rl.weights.exchange.orders import Call, Ready, Report, key
 from megatron_rl.weights.exchange.parcels import outgoing
-from megatron_rl.weights.exchange.sender import Sender, go_key
-from megatron_rl.weights.exchange.shared_transport import done_key
-from megatron_rl.weights.exchange.transport import FOLDER, Round
+from megatron_rl.weights.exchange.plan import EngineKind, Layouts
+from megatron_rl.weights.exchange.transport import FOLDER
 from megatron_rl.weights.layout.place import Place, place_of
 from megatron_rl.weights.layout.slices import Share
 from megatron_rl.weights.layout.trainer_layout import trainer_slices
+from megatron_rl.weights.sync.reshard import Sender
 from tests.weights.made_up import SHAPE, allocate
 
 CPU, LIMIT_S, SYNCER = torch.device("cpu"), 20.0, "weights-1"
@@ -45,6 +39,7 @@ class Play:
     dtype: torch.dtype
     engines: dict[str, list[EngineRank]] = field(default_factory=dict)
     held: dict[str, list[dict[str, Tensor]]] = field(default_factory=dict)
+    transports: list[FolderTransport] = field(default_factory=list)
     call: int = 0
 
     def __post_init__(self) -> None:
@@ -53,7 +48,7 @@ class Play:
         self.layouts = Layouts(WIDE, like, TRAINERS, kind, size, 100_000 * size)
         self.plan = self.layouts.plan()
         self.store = open_store("127.0.0.1", 0, is_master=True, timeout_s=LIMIT_S)
-        self.store.set(layouts_key(0), msgspec.json.encode(self.layouts))
+        self.store.set(key("layouts", 0), msgspec.json.encode(self.layouts))
         self.slices = [
             trainer_slices(WIDE, place_of(rank, TRAINERS, like)) for rank in range(TRAINERS)
         ]
@@ -66,10 +61,9 @@ class Play:
 
     def _sender(self, rank: int) -> Sender:
         store = open_store("127.0.0.1", self.store.port, is_master=False, timeout_s=LIMIT_S)
-        return Sender(
-            store, rank=rank, backend=FOLDER, dtype=self.dtype, device=CPU, patience_s=LIMIT_S,
-            folder=FolderEnd(Folder(self.url), store, self.dtype, SYNCER),
-        )  # fmt: skip
+        transport = FolderTransport(store, rank, CPU, Folder(self.url), self.dtype, SYNCER)
+        self.transports.append(transport)
+        return Sender(store, transport, rank=rank, dtype=self.dtype, patience_s=LIMIT_S)
 
     def start(self, name: str) -> None:
         """An engine, which begins without weights."""
@@ -98,7 +92,7 @@ class Play:
         """A transfer to all engines; the order is rank 0's."""
         call, names = self.call, tuple(self.engines)
         self.call += 2
-        order = Round(call, version, 0, "group", names, LIMIT_S, LIMIT_S, base, needs_whole, keeps)
+        order = Call(call, version, 0, "group", names, LIMIT_S, LIMIT_S, base, needs_whole, keeps)
         with ThreadPoolExecutor(16) as pool:
             taking = [
                 pool.submit(rank.take, self._receive(name, version, call))
@@ -109,17 +103,17 @@ class Play:
                 pool.submit(self._send, rank, sender) for rank, sender in enumerate(self.senders)
             ]
             self.ready = {
-                name: [self._read(ready_key(call, name, rank), Ready) for rank in range(2)]
+                name: [self._read(key("ready", call, name, rank), Ready) for rank in range(2)]
                 for name in names
             }
-            self.store.set(go_key(call), msgspec.json.encode(order))
+            self.store.set(key("go", call), msgspec.json.encode(order))
             for each in taking:
                 each.result(LIMIT_S)
-            self.store.set(go_key(call + 1), msgspec.json.encode(Round(call + 1, is_end=True)))
+            self.store.set(key("go", call + 1), msgspec.json.encode(Call(call + 1, is_end=True)))
             for each in sending:
                 each.result(LIMIT_S)
         return {
-            name: [self._read(done_key(call, name, rank), Report) for rank in range(2)]
+            name: [self._read(key("done", call, name, rank), Report) for rank in range(2)]
             for name in names
         }
 
@@ -163,8 +157,8 @@ class Play:
         for ranks in self.engines.values():
             for rank in ranks:
                 rank.leave()
-        for sender in self.senders:
-            sender.close()
+        for transport in self.transports:
+            transport.close()
 
 
 def _matrix(tensor: Tensor) -> Tensor:
@@ -241,7 +235,7 @@ def test_engines_that_let_go_of_their_weights_get_whole_files(tmp_path: Path) ->
         for version in (0, 1):
             assert is_good(run.sync(version, keeps=False)) and run.is_held("a")
             assert list(sizes(tmp_path)) == ["whole"]
-            assert not run.senders[0]._folder._sent._held
+            assert not run.transports[0]._sent
 
 
 def test_a_difference_to_other_parameters_than_claimed_is_damaged(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ own. NCCL itself is scripted; the group is made by torch's code."""
 import inspect
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_rl.weights.exchange import group as exchange_group
-from megatron_rl.weights.exchange.group import Patience, close_group, join_group
-from megatron_rl.weights.exchange.lanes import Lanes
-from megatron_rl.weights.exchange.packets import packets_of
+from megatron_rl.weights.exchange.group import close_group, join_group
+from megatron_rl.weights.exchange.group_transport import GroupTransport, Lane
+from megatron_rl.weights.exchange.orders import Call
+from megatron_rl.weights.exchange.parcels import outgoing
 from megatron_rl.weights.exchange.plan import Move, Parcel, Plan
-from megatron_rl.weights.exchange.transport import Buffers, GroupTransport, Lane, Round
 from tests.distributed import run_ranks
 from tests.weights.exchange.scripted_nccl import (
     UNDEFINED,
@@ -120,10 +119,10 @@ def stalled() -> tuple:
     plan = Plan((tuple(Parcel(0, rank, MOVES) for rank in (1, 2)),), 4, 1)
     # Another transfer forms another group.
     for name in ("exchange", "next"):
-        lanes = Lanes(dist.HashStore(), plan, 0, Buffers())
-        order = Round(0, 1, 0, name, ("a",), 2.0, 20.0)
+        transport = GroupTransport(dist.HashStore(), 0, torch.device("cpu"), "nccl")
+        call = Call(0, 1, 0, name, ("a",), 2.0, 20.0)
         with pytest.raises(RuntimeError, match="timed out after [12]\\."):
-            lanes.open(order, "nccl", torch.device("cpu"), order.patience())
+            transport.begin(call, plan)
     group = ScriptedNccl.made[0]
     return group.is_aborted, group.asynchronous, len(ScriptedNccl.made)
 
@@ -136,17 +135,15 @@ def failed_batch() -> tuple:
     install()
     bound_default_group()
     group = make()
-    lanes = {1: Lane(group, (0,), 1)}
-    transport = GroupTransport(lanes, torch.device("cpu"), Buffers())
-    packets = packets_of(
-        {"a": torch.ones(4, 4)}, Parcel(0, 1, MOVES), torch.float32, is_sender=True
-    )
-    transport.lend([packets], Patience(time.monotonic() + 5.0, 5.0), is_sender=True)
-    [[work]] = transport.send([1], [packets])
+    transport = GroupTransport(dist.HashStore(), 0, torch.device("cpu"), "nccl")
+    transport.lanes = {1: Lane(group, (0,), 1)}
+    [parcels] = outgoing([[Parcel(0, 1, MOVES)]], {"a": torch.ones(4, 4)}, torch.float32)
+    transport.lend(parcels)
+    wait = transport.send(parcels)
     ScriptedNccl.refuses_sends = True
     with pytest.raises(RuntimeError, match="NCCL timeout"):
-        transport.send([1], [packets])
-    return hasattr(work, "wait"), len(group.senders), threading.get_ident() in group.senders
+        transport.send(parcels)
+    return callable(wait), len(group.senders), threading.get_ident() in group.senders
 
 
 def test_a_batch_starts_in_a_thread_that_its_failure_may_spoil() -> None:

@@ -1,6 +1,5 @@
 """Parameters that are staged: their memory comes with the first slice and goes when all came."""
 
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -8,12 +7,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
-from megatron_rl.weights.exchange.group import Patience
-from megatron_rl.weights.exchange.parcels import outgoing, receive, send
+from megatron_rl.weights.exchange.group_transport import GroupTransport
+from megatron_rl.weights.exchange.orders import Call
+from megatron_rl.weights.exchange.parcels import (
+    StagedParameters,
+    incoming,
+    outgoing,
+    receive,
+    send,
+)
 from megatron_rl.weights.exchange.plan import Plan, make_plan
-from megatron_rl.weights.exchange.staged import StagedParameters, StagedRounds
-from megatron_rl.weights.exchange.transport import Buffers, GroupTransport, Lane, stages_all
+from megatron_rl.weights.exchange.transport import stages_all
 from megatron_rl.weights.layout.slices import Slice
 from tests.distributed import run_ranks
 
@@ -65,23 +71,22 @@ def matrices() -> dict[str, Tensor]:
 def exchange(backend: str) -> tuple[dict[str, float], int, int] | None:
     """Rank 0 sends to two engines in a row: their sums, the most staged, and the payload."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    assert dist.group.WORLD is not None
-    lanes = {1: Lane(dist.group.WORLD, (0,), 2, dist.get_rank() - 1)}
-    transport = GroupTransport(lanes, torch.device("cpu"), Buffers())
-    patience = Patience(time.monotonic() + 20, 20.0)
-    options = {"dtype": torch.float32, "version": 5, "patience": patience}
-    if dist.get_rank() == 0:
+    rank, store = dist.get_rank(), distributed_c10d._get_default_store()
+    transport = GroupTransport(store, min(rank, 1), torch.device("cpu"), "gloo")
+    call = Call(0, group="lanes", replicas=("a", "b"), left_s=20.0, wait_s=20.0)
+    transport.begin(call, plan(), replica=("", "a", "b")[rank])
+    options = {"dtype": torch.float32, "version": 5}
+    if rank == 0:
         rounds = plan().of_sender(0)
         ends = outgoing(rounds, matrices(), torch.float32, stages_all=stages_all(backend))
         send(ends, transport, **options)
         dist.barrier()
         return None
     held = Sums(NAMES)
-    rounds = StagedRounds(
-        plan().of_receiver(1), held, torch.float32, stages_all=stages_all(backend)
-    )
-    found = receive(rounds, transport, **options)
-    most = rounds.finish()
+    rounds = incoming(plan().of_receiver(1), held, torch.float32, stages_all=stages_all(backend))
+    found = receive(rounds, transport, staged=held, **options)
+    # What was staged is reported together with the buffers.
+    most = found.peak_bytes - transport.peak_bytes
     assert found.damaged == 0
     dist.barrier()
     return held.sums, most, found.payload_bytes
@@ -99,7 +104,7 @@ def test_staged_parameters_arrive_whole_and_few_at_a_time(backend: str) -> None:
 
 def test_rounds_that_were_not_asked_for_take_no_memory() -> None:
     held = Sums(NAMES)
-    rounds = iter(StagedRounds(plan().of_receiver(1), held, torch.float32, stages_all=False))
+    rounds = iter(incoming(plan().of_receiver(1), held, torch.float32, stages_all=False))
     assert held.most == 0
     next(rounds)
     assert held.most == 1

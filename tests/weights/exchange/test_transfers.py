@@ -4,7 +4,6 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,18 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from megatron_rl.weights.exchange.group import Patience, Work
-from megatron_rl.weights.exchange.parcels import Received, incoming, outgoing, receive, send
-from megatron_rl.weights.exchange.plan import make_plan
+from megatron_rl.weights.exchange.group_transport import GroupTransport
+from megatron_rl.weights.exchange.orders import Call, Report
+from megatron_rl.weights.exchange.parcels import incoming, outgoing, receive, send
+from megatron_rl.weights.exchange.plan import Plan, make_plan
 from megatron_rl.weights.exchange.shared_transport import SharedTransport
-from megatron_rl.weights.exchange.transport import (
-    Buffers,
-    GroupTransport,
-    Lane,
-    Parcels,
-    Round,
-    Transport,
-)
+from megatron_rl.weights.exchange.transport import Transport
 from megatron_rl.weights.layout.slices import Slice
 from tests.distributed import run_ranks
 
@@ -39,35 +32,23 @@ def filled(*size: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Ten
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def open_transport(kind: str = "group", timeout_s: float = 90.0, *, senders: int = 1) -> Transport:
+def open_transport(
+    plan: Plan, kind: str = "group", *, wait_s: float = 60.0, timeout_s: float = 90.0
+) -> Transport:
+    """Senders, then the ranks of one engine; the transfer has begun."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-    assert dist.group.WORLD is not None
-    rank, world = dist.get_rank(), dist.group.WORLD
-    if kind != "shared":
-        # One engine, whose only ranks are the last ones; every lane is the whole group.
-        roots = tuple(range(senders))
-        lanes = {
-            receiver: Lane(world, roots, 1, 0 if rank == receiver else -1)
-            for receiver in range(senders, dist.get_world_size())
-            if rank < senders or rank == receiver
-        }
-        return OneGroup(lanes, CPU, Buffers())
-    order = Round(0, replicas=("engine",))
-    return SharedTransport(default_store(), order, senders, rank, CPU, "engine")
+    rank, store = dist.get_rank(), default_store()
+    is_shared = kind == "shared"
+    transport = (
+        SharedTransport(store, rank, CPU) if is_shared else GroupTransport(store, rank, CPU, "gloo")
+    )
+    call = Call(0, group="lanes", replicas=("engine",), left_s=60.0, wait_s=wait_s)
+    transport.begin(call, plan, replica="engine" if rank >= plan.senders else "")
+    return transport
 
 
 def default_store() -> dist.Store:
     return distributed_c10d._get_default_store()
-
-
-class OneGroup(GroupTransport):
-    """Whose lanes have one group: a receiver's rank there is its number in the plan."""
-
-    def send(self, receivers: Sequence[int], parcels: Parcels) -> list[list[Work]]:
-        return [
-            self._start([dist.P2POp(dist.isend, each.data, peer=receiver) for each in packets])
-            for receiver, packets in zip(receivers, parcels, strict=True)
-        ]
 
 
 def count_buffers(monkeypatch_target: Any) -> list[int]:
@@ -91,12 +72,11 @@ def count_buffers(monkeypatch_target: Any) -> list[int]:
     return count
 
 
-def exchange_between_four(kind: str) -> tuple[int, int, Received | None, bool]:
+def exchange_between_four(kind: str) -> tuple[int, int, Report | None, bool]:
     """Ranks 0 and 1 hold halves of a matrix by columns, 2 and 3 take halves by rows.
 
     Returns (peak as reported, peak as counted, what was received, whether it is right).
     """
-    transport, rank = open_transport(kind, senders=2), dist.get_rank()
     stages_all = kind != "group"
     rows, columns, bucket_bytes = 64, 10, 512
     halves = [(0, 7), (7, 3)]
@@ -109,25 +89,23 @@ def exchange_between_four(kind: str) -> tuple[int, int, Received | None, bool]:
     }
     plan = make_plan(senders, receivers, itemsize=4, bucket_bytes=bucket_bytes)
     assert len(plan.rounds) >= 4
+    transport, rank = open_transport(plan, kind), dist.get_rank()
     matrix = filled(rows, columns)
     count = count_buffers(torch)
-    options: dict[str, Any] = {
-        "dtype": torch.float32,
-        "version": 3,
-        "patience": Patience(time.monotonic() + 60, 60.0),
-    }
+    options: dict[str, Any] = {"dtype": torch.float32, "version": 3}
     if rank < 2:
         start, width = halves[rank]
         parameters = {"a": matrix[:, start : start + width].contiguous()}
         ends = outgoing(plan.of_sender(rank), parameters, torch.float32, stages_all=stages_all)
-        peak = send(ends, transport, **options)
+        send(ends, transport, **options)
         result, is_right = None, True
     else:
         parameters = {"b": torch.zeros(32, columns)}
         ends = incoming(plan.of_receiver(rank), parameters, torch.float32, stages_all=stages_all)
         result = receive(ends, transport, **options)
-        peak = result.peak_bytes
+        assert result.peak_bytes == transport.peak_bytes
         is_right = torch.equal(parameters["b"], matrix[32 * (rank - 2) :][:32])
+    peak = transport.peak_bytes
     assert count[1] <= 2 * bucket_bytes and peak <= plan.peak_bytes()
     dist.barrier()
     return peak, count[1], result, is_right
@@ -153,22 +131,18 @@ def transfer(deadline_s: float, role: str) -> tuple[str, float]:
     if plays and role.endswith("dies") and os.fork():
         os.wait()
         return "", 0.0
-    transport = open_transport()
-    if plays:
-        return play_dead(role)
     plan = make_plan(
         {0: [Slice("m", 0, 0, LARGE_ROWS, LARGE_COLUMNS, "a", 0, 0)]},
         {1: [Slice("m", 0, 0, LARGE_ROWS, LARGE_COLUMNS, "a", 0, 0)]},
         itemsize=4,
         bucket_bytes=33 << 20,
     )
+    transport = open_transport(plan, wait_s=deadline_s)
+    if plays:
+        return play_dead(role)
     started = time.monotonic()
     parameters = {"a": torch.ones(LARGE_ROWS, LARGE_COLUMNS)}
-    options: dict[str, Any] = {
-        "dtype": torch.float32,
-        "version": 0,
-        "patience": Patience(started + deadline_s, deadline_s),
-    }
+    options: dict[str, Any] = {"dtype": torch.float32, "version": 0}
     try:
         if is_sender:
             send(outgoing(plan.of_sender(0), parameters, torch.float32), transport, **options)

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.protocol.types import Ack, AnyMessage, Failed, Hello, Pause, Resume
 from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router
-from megatron_rl.weights.sync.link import GeneratorLink, GeneratorLost
+from megatron_rl.weights.sync.link import GeneratorLink
 from tests.ports import free_port
 
 WAIT_S = 30.0
@@ -57,15 +57,32 @@ def soon() -> float:
     return time.monotonic() + WAIT_S
 
 
+class GeneratorLost(Exception):
+    """Why a link gives a generator up."""
+
+
+def tell(link: GeneratorLink, peer: str, message: AnyMessage) -> None:
+    """Send a message. Raises GeneratorLost."""
+    if reason := link.tell(peer, message):
+        raise GeneratorLost(reason)
+
+
+def ask(link: GeneratorLink, peer: str, message: AnyMessage, ends_at: float) -> None:
+    """Send a message and wait for its Ack. Raises GeneratorLost."""
+    tell(link, peer, message)
+    if lost := link.await_acks([peer], message, lambda: ends_at):
+        raise GeneratorLost(lost[peer])
+
+
 def test_a_request_ends_with_its_own_ack(peers: Peers) -> None:
     dealer = peers.join("a")
     thread = answer(dealer, Ack("Resume"), Ack("Pause"))
-    peers.link.ask("a", Pause(), soon())
+    ask(peers.link, "a", Pause(), soon())
     thread.join()
     # The ack of another message that came before this one was sent does not count.
     started = time.monotonic()
     with pytest.raises(GeneratorLost, match="a: it did not answer Resume before the deadline"):
-        peers.link.ask("a", Resume(3), time.monotonic() + 0.3)
+        ask(peers.link, "a", Resume(3), time.monotonic() + 0.3)
     assert 0.3 <= time.monotonic() - started < 20
 
 
@@ -73,11 +90,11 @@ def test_a_failure_ends_the_wait_with_its_reason_and_begin_forgets_it(peers: Pee
     dealer = peers.join("a")
     thread = answer(dealer, Failed("Pause", "no memory"))
     with pytest.raises(GeneratorLost, match="a failed: Pause: no memory"):
-        peers.link.ask("a", Pause(), soon())
+        ask(peers.link, "a", Pause(), soon())
     thread.join()
     peers.link.begin("a", 1)
     thread = answer(dealer, Ack("Pause"))
-    peers.link.ask("a", Pause(), soon())
+    ask(peers.link, "a", Pause(), soon())
     thread.join()
 
 
@@ -86,10 +103,10 @@ def test_what_one_generator_does_is_not_another_ones(peers: Peers) -> None:
     thread = answer(one, Failed("Pause", "no memory"))
     other.send(Ack("Resume"))
     with pytest.raises(GeneratorLost, match="a failed"):
-        peers.link.ask("a", Pause(), soon())
+        ask(peers.link, "a", Pause(), soon())
     thread.join()
     thread = answer(other, Ack("Pause"))
-    peers.link.ask("b", Pause(), soon())
+    ask(peers.link, "b", Pause(), soon())
     thread.join()
 
 
@@ -98,9 +115,9 @@ def test_what_is_no_message_is_a_failure_of_who_sent_it(peers: Peers, frames: li
     one, other = peers.join("a"), peers.join("b")
     one.socket.send_multipart(frames)
     with pytest.raises(GeneratorLost, match="a failed: message: received .* frame"):
-        peers.link.ask("a", Pause(), soon())
+        ask(peers.link, "a", Pause(), soon())
     thread = answer(other, Ack("Pause"))
-    peers.link.ask("b", Pause(), soon())
+    ask(peers.link, "b", Pause(), soon())
     thread.join()
 
 
@@ -108,7 +125,7 @@ def test_a_restart_in_the_middle_is_a_failure(peers: Peers) -> None:
     dealer = peers.join("a")
     thread = answer(dealer, Hello(1, "scripted", "1", session=2))
     with pytest.raises(GeneratorLost, match="a failed: it restarted"):
-        peers.link.ask("a", Pause(), soon())
+        ask(peers.link, "a", Pause(), soon())
     thread.join()
     assert peers.link.peers["a"].session == 2
 
@@ -121,25 +138,25 @@ def test_a_restart_while_another_is_served_ends_its_turn_at_once(peers: Peers) -
     thread = answer(first, Ack("Pause"))
     second.send(Hello(1, "scripted", "1", session=2))
     peers.link.listen(WAIT_S)
-    peers.link.ask("a", Pause(), soon())
+    ask(peers.link, "a", Pause(), soon())
     thread.join()
     peers.link.begin("b", 1)
     with pytest.raises(GeneratorLost, match="b failed: it restarted"):
-        peers.link.tell("b", Pause())
+        tell(peers.link, "b", Pause())
     # What was meant for the former life reached nobody; the next life need not say Hello again.
     assert second.receive(0.2) is None
     peers.link.drop("b")
     assert peers.link.peers["b"].session == 2
     peers.link.begin("b", 2)
     thread = answer(second, Ack("Pause"))
-    peers.link.ask("b", Pause(), soon())
+    ask(peers.link, "b", Pause(), soon())
     thread.join()
 
 
 def test_a_repeated_hello_is_none(peers: Peers) -> None:
     dealer = peers.join("a")
     thread = answer(dealer, Hello(1, "scripted", "1", session=1), Ack("Pause"))
-    peers.link.ask("a", Pause(), soon())
+    ask(peers.link, "a", Pause(), soon())
     thread.join()
     assert peers.link.peers["a"].session == 1
 
@@ -149,7 +166,7 @@ def test_a_generator_that_is_gone_is_noticed_at_once(peers: Peers) -> None:
     ends_at = soon()
     with pytest.raises(GeneratorLost, match="a is gone: cannot send Pause"):
         while time.monotonic() < ends_at:
-            peers.link.tell("a", Pause())
+            tell(peers.link, "a", Pause())
             time.sleep(0.01)
 
 

@@ -10,7 +10,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.types import Hello
 from megatron_rl.weights.layout.place import Place
 from megatron_rl.weights.sync.control import Control
-from megatron_rl.weights.sync.members import ExchangeSettings
+from megatron_rl.weights.sync.leader import ExchangeSettings
 from megatron_rl.weights.sync.reshard import Reshard
 from tests.distributed import run_ranks
 from tests.weights.made_up import SHAPE

@@ -5,7 +5,7 @@ What a whole weight sync does to generators is in test_exchange.py.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -15,8 +15,7 @@ from megatron_rl.protocol.process import TrainingStopped
 from megatron_rl.protocol.types import Hello
 from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router
 from megatron_rl.weights.sync.control import Control
-from megatron_rl.weights.sync.link import GeneratorLink
-from megatron_rl.weights.sync.members import Member, Outcome
+from megatron_rl.weights.sync.link import GeneratorLink, Outcome
 from megatron_rl.weights.sync.syncer import WeightSyncer
 from megatron_rl.weights.sync.turns import MemoryTurns
 from tests.distributed import run_ranks
@@ -32,9 +31,9 @@ class Scripted:
         self.calls: list[tuple[str, Any]] = []
         self._failing = failing
 
-    def sync(self, members: list[Member], version: int) -> Outcome:
-        self.calls.append(("sync", [version, *(member.name for member in members)]))
-        failed = {m.name: f"{m.name} is broken" for m in members if self._failing(m.name)}
+    def sync(self, members: Mapping[str, Hello], version: int) -> Outcome:
+        self.calls.append(("sync", [version, *members]))
+        failed = {name: f"{name} is broken" for name in members if self._failing(name)}
         good = len(members) - len(failed)
         return Outcome(failed, [0.1 * good], 10**6 * good, 10**6, damaged=len(failed))
 

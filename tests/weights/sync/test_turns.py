@@ -25,7 +25,7 @@ from tests.distributed import run_ranks
 from tests.ports import free_port
 from tests.weights.plays import SLACK_S, sync, versions
 from tests.weights.scripted_generators import Generator, PipedEngine
-from tests.weights.sync.test_link import WAIT_S, Peers, peers, soon  # noqa: F401 - a fixture
+from tests.weights.sync.test_link import WAIT_S, Peers, ask, peers, soon  # noqa: F401 - a fixture
 from tests.weights.sync.test_syncer import Scene
 
 TURNS = "sync 0, release 0, sync 1, release 0, sync 2"
@@ -268,8 +268,8 @@ def test_a_second_answer_to_one_that_asked_for_room_is_no_order(tmp_path: Path) 
 
         def talk() -> None:
             link.await_peers(1, WAIT_S)
-            link.tell("a", MayStart())
-            link.ask("a", Pause(), soon())
+            assert not link.tell("a", MayStart())
+            ask(link, "a", Pause(), soon())
 
         async def serve_and_talk() -> None:
             with AsyncDealer(f"127.0.0.1:{port}", "a") as dealer:
