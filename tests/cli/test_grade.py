@@ -111,13 +111,13 @@ def test_what_it_leaves_are_samples_of_every_row(tmp_path: Path) -> None:
         {"tasks": {"character": {"format_check": "none", "compare": "exact"}}}
     )
     rows = read_rows(prompts)
-    found = match(rows, read_samples(out, tasks).graded)
-    assert {name: len(samples) for name, samples in found.by_id.items()} == {
+    samples_of, unmatched = match(rows, read_samples(out, tasks).graded)
+    assert {name: len(samples) for name, samples in samples_of.items()} == {
         f"row-{n}": 8 for n in range(10)
     }
-    assert found.unmatched == 0
+    assert unmatched == 0
     # Right is the completion that is the digit of its row.
     for n in range(10):
-        for sample in found.by_id[f"row-{n}"]:
+        for sample in samples_of[f"row-{n}"]:
             assert sample.is_correct == (sample.answer == str(n))
     assert "nothing is generated" in grade()
