@@ -51,8 +51,8 @@ def _bytes_a_step(folder: Path, keep_steps: int) -> int:
     old token files are removed.
     """
     steps: set[int] = set()
+    # Only files of the newest steps are kept, because a long run has very many.
     files: dict[int, list[Path]] = {}
-    """Those of the newest steps: a long run has very many files."""
     with os.scandir(folder) if folder.is_dir() else contextlib.nullcontext(()) as entries:
         for entry in entries:
             if (found := _OF_STEP.match(entry.name)) is None:

@@ -69,8 +69,14 @@ class GroupTransport(Transport):
         self._backend = backend
         self._groups: dict[str, tuple[tuple[str, ...], dict[int, Lane]]] = {}
         """By name: its generators, and this rank's lanes by receiver."""
-        self.lanes: Mapping[int, Lane] = {}
-        """Those of the transfer. An engine rank has one."""
+
+    @property
+    def lanes(self) -> Mapping[int, Lane]:
+        """The lanes of the present transfer, by receiver. An engine rank has one.
+
+        Looked up, not kept: gloo's sockets close when nobody holds a group that was left.
+        """
+        return self._groups[self._call.group][1]
 
     def begin(self, call: Call, plan: Plan, *, replica: str = "", holds: int = -1) -> None:
         """The first transfer of a group forms its lanes; if that fails, `forget` must follow."""
@@ -84,7 +90,6 @@ class GroupTransport(Transport):
                 roots = tuple(plan.roots(receiver))
                 if replica or self._rank in roots:
                     self._groups[call.group][1][receiver] = self._join(receiver, roots)
-        self.lanes = self._groups[call.group][1]
 
     def _join(self, receiver: int, roots: tuple[int, ...]) -> Lane:
         call, replica = self._call, self._replica
@@ -146,8 +151,6 @@ class GroupTransport(Transport):
                 del self._groups[name]
                 for lane in lanes.values():
                     close_group(lane.group)
-                # gloo's sockets close when nobody holds the group, as `self.lanes` would.
-                lanes.clear()
 
     def close(self) -> None:
         """Leave all groups."""

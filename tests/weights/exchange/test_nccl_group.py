@@ -136,7 +136,9 @@ def failed_batch() -> tuple:
     bound_default_group()
     group = make()
     transport = GroupTransport(dist.HashStore(), 0, torch.device("cpu"), "nccl")
-    transport.lanes = {1: Lane(group, (0,), 1)}
+    # As `begin` leaves it.
+    transport._call = Call(0, group="lanes", replicas=("a",))
+    transport._groups = {"lanes": (("a",), {1: Lane(group, (0,), 1)})}
     [parcels] = outgoing([[Parcel(0, 1, MOVES)]], {"a": torch.ones(4, 4)}, torch.float32)
     transport.lend(parcels)
     wait = transport.send(parcels)
