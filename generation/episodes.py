@@ -26,17 +26,15 @@ import numpy as np
 
 from generation.conversation import OUT_OF_TOKENS, ConversationTree, OutOfTokens, Turn
 from generation.engine import Completion, EngineError
+from generation.histories import Histories, Place
 from generation.judge_client import open_judge
 from generation.proxy import Proxy, open_proxy
 from generation.rollouts import Work
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.call_forms import find_call_form
 from megatron_rl.protocol.chat_template import RenderError
 from megatron_rl.protocol.chat_template import Turn as Message
 from megatron_rl.protocol.generator_messages import EngineActivity
 from megatron_rl.protocol.rollout import TurnReturn, narrow_choices
-from megatron_rl.protocol.tool_calls import ParsedReply, ToolCallParser, with_tools
-from megatron_rl.protocol.turns import Turns
 from megatron_rl.protocol.types import Lease, Rollout, RolloutFailed, Score, sendable
 from verification.environments.episode import Judge
 from verification.environments.host import EnvironmentHost
@@ -55,12 +53,19 @@ _NO_NAME = re.compile(r"[^A-Za-z0-9_.]+")
 _REASON_CHARS = 64
 
 
+class Exchange(NamedTuple):
+    """A turn of a conversation, and its messages with the reply."""
+
+    turn: Turn
+    messages: list[Message]
+
+
 @dataclass
 class Chat:
     """One conversation of an episode."""
 
     tools: list[dict[str, Any]]
-    turns: list[Turn] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
 
 
 class Episode:
@@ -93,17 +98,19 @@ class Episode:
     async def answer(self, say: Say) -> Reply:
         """One turn of the policy. Raises PolicyLimit, EnvironmentFailed, EngineError."""
         chat = self._chat_of(say)
-        parent = chat.turns[-1] if chat.turns else None
+        parent = chat.exchanges[-1].turn if chat.exchanges else None
+        earlier = [message for one in chat.exchanges for message in one.messages]
         try:
-            given = self.given(parent, say.messages, chat.tools)
-            turn = await self.take_turn(parent, given, say.max_tokens)
+            place = self.place(parent, earlier, say.messages, chat.tools)
+            turn = await self.take_turn(place, say.max_tokens)
         except OutOfTokens as error:
             raise PolicyLimit(OUT_OF_TOKENS) from error
         except RenderError as error:
             # The same messages would fail with every engine: the environment is at fault.
             raise EnvironmentFailed(str(error), "exception") from error
-        chat.turns.append(turn)
-        found, reply = self.read(turn, chat.tools), turn.reply
+        found, reply = self.owner.histories.read(turn, chat.tools), turn.reply
+        message = self.owner.histories.message(turn, found)
+        chat.exchanges.append(Exchange(turn, [*say.messages, message]))
         assert reply is not None
         return Reply(
             self.owner.renderer.decode(reply.token_ids), found.content, found.reasoning,
@@ -111,14 +118,12 @@ class Episode:
             reply.finish_reason, self._tree.room_behind(turn),
         )  # fmt: skip
 
-    async def take_turn(
-        self, parent: Turn | None, given: list[int], max_tokens: int | None
-    ) -> Turn:
+    async def take_turn(self, place: Place, max_tokens: int | None) -> Turn:
         """A turn with its reply. Raises OutOfTokens, EngineError.
 
-        It waits while other replies of the episode keep room that this one needs. parent: None for
-        a new conversation.
+        It waits while other replies of the episode keep room that this one needs.
         """
+        parent, given = place
         while self._replying and self._tree.room_for(parent, given) < (max_tokens or 1):
             await self._reply_ended.wait()
         try:
@@ -145,37 +150,25 @@ class Episode:
 
     def _chat_of(self, say: Say) -> Chat:
         if say.chat not in self._chats:
-            if say.tools and (refusal := self.owner.parser.refusal):
+            if say.tools and (refusal := self.owner.histories.parser.refusal):
                 raise EnvironmentFailed(refusal, "exception")
             chat = Chat(say.tools)
             if say.parent is not None:
                 parent = self._chats[say.parent]
-                chat = Chat(parent.tools, parent.turns[: say.parent_turns])
+                chat = Chat(parent.tools, parent.exchanges[: say.parent_turns])
             self._chats[say.chat] = chat
         return self._chats[say.chat]
 
-    def given(
-        self, parent: Turn | None, messages: list[Message], tools: list[dict[str, Any]]
-    ) -> list[int]:
-        """Token ids of messages behind a turn's reply. Raises RenderError.
-
-        parent: None: the messages begin a conversation.
-        """
-        turns, renderer = self.owner.turns, self.owner.renderer
-        offered = tools if "tools" in renderer.template.reads else []
-        try:
-            if parent is not None:
-                return turns.glue(parent.reply_ids, messages, offered)
-            opened = renderer.opened(messages, self._lease.prompt.task)
-            if tools and not offered:
-                opened = with_tools(opened, tools)
-            return turns.start(opened, offered)
-        except RecursionError as error:
-            raise RenderError("the messages or tools are nested too deeply") from error
-
-    def read(self, turn: Turn, tools: list[dict[str, Any]]) -> ParsedReply:
-        """The parts of a turn's reply."""
-        return self.owner.parser.parse(self.owner.renderer.decode(turn.reply_ids), tools)
+    def place(
+        self,
+        parent: Turn | None,
+        earlier: list[Message],
+        messages: list[Message],
+        tools: list[dict[str, Any]],
+    ) -> Place:
+        """As `Histories.place`, for the episode's task."""
+        histories, task = self.owner.histories, self._lease.prompt.task
+        return histories.place(parent, earlier, messages, tools, task)
 
     def _count(self, replies: int) -> None:
         """Count replies that the engine samples, and the time without any."""
@@ -252,9 +245,7 @@ class Episodes:
         self._replies = 0
         """Finished replies since the start."""
         if self.targets:
-            self.turns = Turns(self.renderer)
-            self.parser = ToolCallParser(self.renderer)
-            self.call_form = find_call_form(self.renderer.template)
+            self.histories = Histories(self.renderer)
 
     def pop_active(self) -> list[int]:
         """Leases whose conversations ended a turn since the last call."""

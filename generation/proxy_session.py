@@ -24,12 +24,13 @@ from weakref import WeakSet
 
 from generation.chat_requests import Answer, ApiError, ChatRequest, Message
 from generation.conversation import OUT_OF_TOKENS, OutOfTokens, Turn
+from generation.histories import Histories, Place
 from generation.tasks import end_with_first
-from megatron_rl.protocol.call_forms import CallForm, ToolCall
+from megatron_rl.protocol.call_forms import ToolCall
 from megatron_rl.protocol.chat_template import RenderError, Tool
 from megatron_rl.protocol.chat_template import Turn as GivenMessage
 from megatron_rl.protocol.render import Renderer
-from megatron_rl.protocol.tool_calls import ParsedReply, ToolCallParser
+from megatron_rl.protocol.tool_calls import ParsedReply
 from verification.environments.episode import Clock
 from verification.environments.policy import Outcome, ToGrade
 from verification.environments.settings import EnvironmentFailed
@@ -58,9 +59,7 @@ class Model(Protocol):
     """How the run's model writes; `Episodes`."""
 
     renderer: Renderer
-    parser: ToolCallParser
-    call_form: CallForm | None
-    """How the chat template takes tool calls; None: it writes none."""
+    histories: Histories
 
 
 class Episode(Protocol):
@@ -73,18 +72,17 @@ class Episode(Protocol):
     def stop(self) -> tuple[str, ...]:
         """Strings that end a reply."""
 
-    def given(
-        self, parent: Turn | None, messages: list[GivenMessage], tools: list[Tool]
-    ) -> list[int]:
-        """Token ids of messages behind a turn's reply. Raises RenderError."""
+    def place(
+        self,
+        parent: Turn | None,
+        earlier: list[GivenMessage],
+        messages: list[GivenMessage],
+        tools: list[Tool],
+    ) -> Place:
+        """As `Histories.place`, for the episode's task. Raises RenderError."""
 
-    async def take_turn(
-        self, parent: Turn | None, given: list[int], max_tokens: int | None
-    ) -> Turn:
+    async def take_turn(self, place: Place, max_tokens: int | None) -> Turn:
         """A turn with its reply. Raises OutOfTokens, EngineError."""
-
-    def read(self, turn: Turn, tools: list[Tool]) -> ParsedReply:
-        """The parts of a turn's reply."""
 
 
 class _Reply(NamedTuple):
@@ -93,6 +91,8 @@ class _Reply(NamedTuple):
     turn: Turn
     faults: list[str]
     """Of its calls that were not returned, for the policy."""
+    message: GivenMessage
+    """As the chat template takes it."""
 
 
 class Session:
@@ -207,8 +207,7 @@ class Session:
         self.clock.stop()
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                parent, given = self._place(asked)
-                turn = await self._episode.take_turn(parent, given, asked.max_tokens)
+                turn = await self._episode.take_turn(self._place(asked), asked.max_tokens)
         except OutOfTokens as error:
             self._is_out_of_tokens = True
             raise ApiError(400, str(error), code="context_length_exceeded") from error
@@ -219,33 +218,48 @@ class Session:
         finally:
             self.clock.start()
         self._is_out_of_tokens = False
-        return self._note(asked, turn, self._episode.read(turn, asked.tools))
+        return self._note(asked, turn, self._episode.owner.histories.read(turn, asked.tools))
 
-    def _place(self, asked: ChatRequest) -> tuple[Turn | None, list[int]]:
-        """(turn that the request continues, token ids behind it). Raises RenderError, OutOfTokens.
+    def _place(self, asked: ChatRequest) -> Place:
+        """Where the turn of a request begins. Raises RenderError, OutOfTokens.
 
-        All up to the last reply of the history must be as it was.
+        It continues a reply if all up to the last reply of the history is as it was.
         """
-        most = MAX_CHARS_PER_TOKEN * self._episode.owner.renderer.context_tokens
+        owner = self._episode.owner
+        most = MAX_CHARS_PER_TOKEN * owner.renderer.context_tokens
         if sum(len(message.content) for message in asked.messages) > most:
             raise OutOfTokens(f"the messages have more than {most} characters")
-        form = self._episode.owner.call_form
-        if asked.tools and (refusal := self._episode.owner.parser.refusal):
+        if asked.tools and (refusal := owner.histories.parser.refusal):
             raise RenderError(refusal)
-        known = self._replies.get(asked.keys[asked.replied]) if asked.replied else None
-        if not known:
-            turns = [message.turn(form) for message in asked.messages]
-            return None, self._episode.given(None, turns, asked.tools)
-        # Replies may be alike: one without a successor comes first.
-        found = next((one for one in known if not one.turn.successors), known[-1])
-        rest = asked.messages[asked.replied :]
-        if rest and rest[0].role == "tool":
+        found = self._find(asked, asked.replied)
+        # Replies that are kept are not rendered again.
+        begin = asked.replied if found and not owner.histories.is_rendered else 0
+        turns = [self._written(asked, number) for number in range(begin, len(asked.messages))]
+        if found is None:
+            return self._episode.place(None, [], turns, asked.tools)
+        earlier, rest = turns[: asked.replied - begin], turns[asked.replied - begin :]
+        if rest and rest[0]["role"] == "tool":
             faults = [
-                Message("tool", f"Error: {fault}", (), self._new_id()) for fault in found.faults
+                {"role": "tool", "content": f"Error: {fault}", "tool_call_id": self._new_id()}
+                for fault in found.faults
             ]
             rest = [*faults, *rest]
-        given = self._episode.given(found.turn, [one.turn(form) for one in rest], asked.tools)
-        return found.turn, given
+        return self._episode.place(found.turn, earlier, rest, asked.tools)
+
+    def _written(self, asked: ChatRequest, number: int) -> GivenMessage:
+        """A message for the chat template. Raises RenderError."""
+        histories, message = self._episode.owner.histories, asked.messages[number]
+        if histories.is_rendered and message.role == "assistant":
+            # The thoughts of a reply, which programs do not repeat.
+            if known := self._find(asked, number + 1):
+                return known.message
+        return message.turn(histories.call_form)
+
+    def _find(self, asked: ChatRequest, end: int) -> _Reply | None:
+        """The reply that ends this number of messages; None: they end otherwise."""
+        known = self._replies.get(asked.keys[end], ())
+        # Replies may be alike: one without a successor comes first.
+        return next((one for one in known if not one.turn.successors), known[-1] if known else None)
 
     def _note(self, asked: ChatRequest, turn: Turn, found: ParsedReply) -> Answer:
         """The answer of a turn, by which later requests find it."""
@@ -259,7 +273,9 @@ class Session:
         made = tuple(ToolCall(one.name, one.arguments, one.id or self._new_id()) for one in calls)
         message = Message("assistant", content, made)
         key = message.key(asked.keys[-1])
-        self._replies.setdefault(key, []).append(_Reply(turn, faults))
+        returned = found._replace(calls=list(made), faults=faults, content=content)
+        written = self._episode.owner.histories.message(turn, returned)
+        self._replies.setdefault(key, []).append(_Reply(turn, faults, written))
         assert turn.reply is not None
         return Answer(
             message, found.reasoning, "tool_calls" if made else turn.reply.finish_reason,

@@ -93,6 +93,7 @@ _OTHERS = (
     "queue.restart_window_s",
     "replay.max_age",
     "render.form_known",
+    "render.history",
     "reward.accept_missing_unit",
     "reward.compile_s",
     "reward.host_patience",

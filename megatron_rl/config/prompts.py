@@ -242,6 +242,10 @@ class RenderConfig(Section):
     chat_template_kwargs: dict[str, JsonValue] = {}
     """Variables for the chat template, such as {enable_thinking = false} for Qwen3. Rollouts,
     evaluation, SFT and `data show` all render with the same variables."""
+    history: Literal["keep", "template"] = "keep"
+    """Earlier replies of a conversation with an environment. keep: their sampled tokens, thoughts
+    included. template: what the chat template writes for them, which may leave out thoughts; a
+    turn that does not continue the tokens of an earlier one is another row of the rollout."""
 
     @field_validator("chat_template")
     @classmethod

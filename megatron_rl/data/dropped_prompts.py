@@ -101,7 +101,8 @@ def render_in_child(
         refusals.update({places[index]: reason for index, reason in found.items()})
     notes = probe_renderer(renderer, conversations, taught)
     if config.reward.environments:
-        notes += [*Turns(renderer).notes, ToolCallParser(renderer).note]
+        turns = Turns(renderer, is_continued=config.render.history == "keep")
+        notes += [*turns.notes, ToolCallParser(renderer).note]
     return refusals, [note for note in notes if note]
 
 

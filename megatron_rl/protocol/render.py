@@ -72,6 +72,7 @@ class Renderer:
         """What the template writes around an answer."""
         config = config.for_model(count_parameters(model))
         self._config, self._format_checks = config, format_checks
+        self.history = config.history
         self.tags = None if config.thinking.is_none else config.tags
         """Think tags of the model; None: it does not think."""
         self.context_tokens = context_tokens

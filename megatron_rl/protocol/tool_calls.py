@@ -79,7 +79,7 @@ class ToolCallParser:
             raise InputError(
                 f"model.path={renderer.model}: with a tool offered, {error}"
             ) from error
-        self._is_opened = self._tags is not None and self._tags.is_opened_by(prompt)
+        self.is_opened = self._tags is not None and self._tags.is_opened_by(prompt)
         """The prompt opens the thoughts."""
         self.form: Form = HERMES
         self.note = (
@@ -108,7 +108,7 @@ class ToolCallParser:
         thoughts: list[str] = []
         calls: list[ToolCall] = []
         faults: list[str] = []
-        place = self._take_thought(text, 0, thoughts) if self._is_opened else 0
+        place = self._take_thought(text, 0, thoughts) if self.is_opened else 0
         while place < len(text):
             thought = text.find(self._tags.open, place) if self._tags else -1
             call = self._starts.search(text, place) if tools else None

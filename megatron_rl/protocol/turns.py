@@ -56,8 +56,11 @@ _GIVEN_FORMS = (
 class Turns:
     """How conversations of a model continue; proven for its chat template by rendering probes."""
 
-    def __init__(self, renderer: Renderer) -> None:
-        """Raises InputError if the template lets no reply be followed by anything."""
+    def __init__(self, renderer: Renderer, *, is_continued: bool = True) -> None:
+        """Raises InputError if the template lets no reply be followed by anything.
+
+        is_continued: False: only `start` is called, and nothing is proven.
+        """
         self._renderer = renderer
         self._template = renderer.template
         self._calls = find_call_form(renderer.template)
@@ -66,7 +69,7 @@ class Turns:
         self._find_refusal = lru_cache(_MOST_KINDS)(self._prove)
         self.refusals = {
             (roles, has_tools): reason
-            for has_tools, roles in product((False, True), _KINDS)
+            for has_tools, roles in product((False, True), _KINDS if is_continued else ())
             if (reason := self._find_refusal(roles, has_tools))
         }
         """Why glue of (roles of the given messages, whether tools are offered) is refused."""
@@ -74,7 +77,9 @@ class Turns:
             raise InputError(
                 f"model.path={renderer.model}: its chat template cannot continue a conversation "
                 f"token by token: {self.refusals[_KINDS[0], False]}. Give a template whose text "
-                "behind a reply depends only on the messages that follow it (render.chat_template)"
+                "behind a reply depends only on the messages that follow it "
+                "(render.chat_template), or let this one write earlier replies for each turn "
+                'anew (expert.render.history="template")'
             )
 
     @property
@@ -117,7 +122,8 @@ class Turns:
             name = _name(roles, bool(tools))
             raise RenderError(
                 f"the chat template cannot continue a conversation with {name} "
-                f"token by token: {reason}. Give another render.chat_template"
+                f"token by token: {reason}. Give another render.chat_template, or "
+                'expert.render.history="template"'
             )
         guard = unused_character(given, tools)
         ids = self._tokens.encode(self._text(given, tools, guard), guard)

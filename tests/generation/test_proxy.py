@@ -268,6 +268,21 @@ def test_thoughts_are_apart_and_stay_in_the_row(site: Site, tmp_path: Path) -> N
     assert len(rollout.spans) == 2 and text.count("<think>\nhm\n</think>") == 2
 
 
+def test_a_rendered_history_has_the_thoughts_that_the_template_keeps(
+    site: Site, tmp_path: Path
+) -> None:
+    thinker = open_model(tmp_path, "qwen3")
+    thinker.tags, thinker.history = HOUSE_TAGS, "template"
+    normal = site.engine.renderer
+    site.take(thinker)
+    assert without_times(site.play("by_client")) == without_times(site.play("by_chat"))
+    rollout = done(site.play("thinks"))
+    site.take(normal)
+    first, second = texts_of(rollout, thinker)
+    assert first.count("<think>\nhm\n</think>") == second.count("<think>\nhm\n</think>") == 1
+    assert second.index("<think>") > second.index("it thinks again")
+
+
 def test_calls_that_cannot_be_made_are_seen(site: Site, renderer: Renderer) -> None:
     rollout = done(site.play("with_faulty_calls"))
     _, called = texts_of(rollout, renderer)

@@ -1,0 +1,101 @@
+"""How the messages of a conversation become the token ids that the engine gets for a turn.
+
+Used by the generator. `expert.render.history` decides what stands for earlier replies: the ids that
+the engine saw and sampled ("keep"), or what the chat template writes for them ("template"), which
+may leave out thoughts. The second kind is rendered anew for each turn. It continues the longest
+turn whose ids it begins with; without such a turn it is another row of the rollout.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from generation.conversation import Turn
+from megatron_rl.protocol.call_forms import find_call_form
+from megatron_rl.protocol.chat_template import RenderError, Tool
+from megatron_rl.protocol.chat_template import Turn as Message
+from megatron_rl.protocol.render import Renderer
+from megatron_rl.protocol.tool_calls import ParsedReply, ToolCallParser, with_tools
+from megatron_rl.protocol.turns import Turns
+
+_REASONING = "reasoning_content"
+"""Where many chat templates read the thoughts of a reply."""
+
+
+class Place(NamedTuple):
+    """Where a turn begins."""
+
+    parent: Turn | None
+    """The turn that it continues; None: it begins a row."""
+    given: list[int]
+    """Token ids behind the parent's reply."""
+
+
+class Histories:
+    """Renders the conversations of a model."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        """Raises InputError for a chat template that cannot continue a conversation."""
+        self._renderer = renderer
+        self.is_rendered = renderer.history == "template"
+        """Earlier replies are as the chat template writes them."""
+        self._turns = Turns(renderer, is_continued=not self.is_rendered)
+        self.parser = ToolCallParser(renderer)
+        self.call_form = find_call_form(renderer.template)
+        """How the chat template takes tool calls; None: it writes none."""
+        self._reads_reasoning = _REASONING in renderer.tokenizer.get_chat_template()
+
+    def place(
+        self,
+        parent: Turn | None,
+        earlier: Sequence[Message],
+        messages: Sequence[Message],
+        tools: list[Tool],
+        task: str,
+    ) -> Place:
+        """Where a turn begins that answers these messages. Raises RenderError.
+
+        parent: turn of the latest reply; None: the messages begin a conversation. earlier: the
+        messages up to that reply.
+        """
+        offered = tools if "tools" in self._renderer.template.reads else []
+        try:
+            if parent is not None and not self.is_rendered:
+                return Place(parent, self._turns.glue(parent.reply_ids, messages, offered))
+            opened = self._renderer.opened([*earlier, *messages], task)
+            if tools and not offered:
+                opened = with_tools(opened, tools)
+            ids = self._turns.start(opened, offered)
+        except RecursionError as error:
+            raise RenderError("the messages or tools are nested too deeply") from error
+        for turn in reversed(parent.path if parent is not None else []):
+            seen = turn.ids
+            if len(seen) < len(ids) and ids[: len(seen)] == seen:
+                return Place(turn, ids[len(seen) :])
+        return Place(None, ids)
+
+    def read(self, turn: Turn, tools: Sequence[Tool]) -> ParsedReply:
+        """The parts of a turn's reply."""
+        return self.parser.parse(self._renderer.decode(turn.reply_ids), tools)
+
+    def message(self, turn: Turn, found: ParsedReply) -> Message:
+        """A turn's reply as a message for the chat template. found: its parts."""
+        if found.faults or (found.calls and self.call_form is None):
+            return self._as_written(turn)
+        if found.calls:
+            assert self.call_form is not None
+            message = self.call_form.turn(found.calls, found.content)
+        elif self._reads_reasoning:
+            message = {"role": "assistant", "content": found.content}
+        else:
+            return self._as_written(turn)
+        if self._reads_reasoning:
+            return message | {_REASONING: found.reasoning}
+        if found.reasoning and (tags := self._renderer.tags):
+            message["content"] = tags.around(found.reasoning) + (message["content"] or "")
+        return message
+
+    def _as_written(self, turn: Turn) -> Message:
+        """The whole text of a reply as content."""
+        text, tags = self._renderer.decode(turn.reply_ids), self._renderer.tags
+        opening = tags.open if tags is not None and self.parser.is_opened else ""
+        return {"role": "assistant", "content": opening + text}
