@@ -10,6 +10,7 @@ under an interpreter without our packages (`EnvironmentSettings.python`). `progr
 """
 
 from verification.environments.mcp_server import mcp_episode
+from verification.environments.open_env import open_env_episode
 from verification.environments.policy import (
     Call,
     Chat,
@@ -27,5 +28,6 @@ from verification.environments.tools import ToolRun, tools_episode
 
 __all__ = [
     "Call", "Chat", "EpisodeInput", "JudgeRefused", "Outcome", "Policy", "PolicyLimit", "Reply",
-    "ToGrade", "ToolRun", "Unavailable", "mcp_episode", "text_game_episode", "tools_episode",
+    "ToGrade", "ToolRun", "Unavailable", "mcp_episode", "open_env_episode", "text_game_episode",
+    "tools_episode",
 ]  # fmt: skip
