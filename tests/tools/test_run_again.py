@@ -46,7 +46,7 @@ def test_one_or_two_failed_tests_run_again_alone(
     for number, text in enumerate(texts):
         (tmp_path / f"tests/test_{number}.py").write_text(text.format(number))
     env = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
-    command = ["bash", "tools/test.sh", "--share", "0.08"]
+    command = ["bash", "tools/test.sh", "--share", "0.06"]
     ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert ended.returncode == status, ended.stdout + ended.stderr
     assert last in ended.stdout.splitlines()[-1]
