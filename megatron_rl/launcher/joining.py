@@ -105,11 +105,6 @@ def check_roles(config: Config, *, generators: int, has_verifier: bool, gpus: in
             "weights.method = 'ipc' shares the memory of one GPU: no generator can join this run; "
             "start it with 'folder' or 'reshard'"
         )
-    if config.judge_folder is not None:
-        raise InputError(
-            f"expert.scorer.judge={config.judge_folder}: a node that joins does not know the "
-            "judge's node, so no generator can join this run; --verifier alone can"
-        )
     if gpus and width > gpus:
         raise InputError(
             f"an engine of {width} GPUs (generator.tensor_parallel) spans nodes, and such an "

@@ -25,6 +25,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from megatron_rl.backend.environment import address_towards
 from megatron_rl.config.files import override
 from megatron_rl.config.tree import Config
@@ -103,6 +105,7 @@ def evaluate_folder(own: FirstNode, label: str, arguments: Sequence[str]) -> Non
 
 def _begin(own: FirstNode, wanted: RunPhase, arguments: Sequence[str] = ()) -> None:
     """Begin a phase on all nodes and take part in it; the link numbers it."""
+    wanted = msgspec.structs.replace(wanted, scorer_node=own.roles.scorer_node)
     phase = own.link.begin(wanted, own.look)
     log.info("phase %d: %s %s", phase.number, phase.kind, phase.label)
     _take_part(own, phase, arguments)
@@ -282,7 +285,7 @@ def _start_serving(own: Node, phase: RunPhase, arguments: Sequence[str]) -> str:
             queue, "megatron_rl.rollout_queue.server", [*only, *arguments],
             config_file=file, restarts=rule,
         )  # fmt: skip
-    judge = _start_judge(own, queue, f"{SCORER}{suffix}", file)
+    judge = _start_judge(own, phase.scorer_node, queue, f"{SCORER}{suffix}", file)
     parts = own.roles.engine_nodes
     leads = [i for i in own.roles.engines if i not in parts or not parts[i].rank]
     check_engine_ports(own.config, leads)
@@ -312,13 +315,16 @@ def _start_serving(own: Node, phase: RunPhase, arguments: Sequence[str]) -> str:
     return queue
 
 
-def _start_judge(own: Node, queue: str, role: str, config_file: str) -> list[str]:
-    """Start the judge if it is this node's; arguments of generators that ask it."""
+def _start_judge(own: Node, node: int, queue: str, role: str, config_file: str) -> list[str]:
+    """Start the judge if it is this node's; arguments of generators that ask it.
+
+    node: the judge's, which a node that has joined knows from the phase alone.
+    """
     if own.config.judge_folder is None:
         return []
-    if own.number == own.roles.scorer_node:
+    if own.number == node:
         _start_scorer(own, [], outlives=queue, role=role, config_file=config_file)
-    return ["--scorer", _address_of(own, own.roles.scorer_node)]
+    return ["--scorer", _address_of(own, node)]
 
 
 def _evaluation_file(own: Node, label: str, model: Path) -> str:

@@ -102,6 +102,8 @@ class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
     """Folder of the initial model of the phase."""
     has_cold_start: bool = False
     """The cold start comes first in this training phase."""
+    scorer_node: Count = 0
+    """Node that runs the scorer, where the run has one."""
     is_ending: bool = False
     """The queue of the phase has ended, and the other roles are ending."""
     error: str = ""

@@ -93,13 +93,6 @@ def test_a_run_folder_that_lies_elsewhere_here_is_refused(run_dir: Path) -> None
             {"generator": {"colocate": True}, "weights": {"method": "ipc"}}, 1, 8,
             "shares the memory of one GPU",
         ),
-        (
-            {
-                "scorer": {"judge": "/models/judge"},
-                "reward": {"tasks": {"own": {"environment": "module:function"}}},
-            },
-            1, 8, "does not know the judge's node",
-        ),
     ],
 )  # fmt: skip
 def test_roles_that_this_node_cannot_run_are_refused(

@@ -364,7 +364,9 @@ def spoilt(seed: int, message: AnyMessage, number: int) -> Iterator[Frames]:
 @each_number
 def test_other_nodes_bear_what_the_first_one_sends(number: int) -> None:
     config = Config(ports=PortsConfig(nodes=free_port(), label=LABEL))
-    phase = RunPhase(1, PhaseKind.TRAINING, addresses={0: "10.0.0.1"}, given_up={"verifier": 1})
+    phase = RunPhase(
+        1, PhaseKind.TRAINING, scorer_node=1, addresses={0: "10.0.0.1"}, given_up={"verifier": 1}
+    )
     with node_link.OtherNodeLink(config, 1, 3) as link:
         for frames in spoilt(7, phase, number):
             with replayable([*frames]):
