@@ -3,8 +3,9 @@
 #
 #   bash examples/agents/run.sh NAME [--run-dir DIR] [section.key=value ...]
 #
-# NAME: guess (number guessing), lookup (a tool in two turns), search (in a corpus), repair (programs
-# and failed tests) or debate (before a judge, trained first), 2 to 8 minutes each on two cores.
+# NAME: guess (number guessing), lookup (a tool in two turns), search (in a corpus), calculate (with
+# Python in the sandbox), repair (programs and failed tests) or debate (before a judge, trained first),
+# 2 to 8 minutes each on two cores.
 # The environment is examples/agents/NAME.py. Overrides go to the run, for example run.seed=1.
 # Exit status: that of the run.
 set -euo pipefail
@@ -12,7 +13,7 @@ CALLED_FROM=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 usage() {
-    sed -n '2,9s/^# \{0,1\}//p' "examples/agents/run.sh" >&2
+    sed -n '2,10s/^# \{0,1\}//p' "examples/agents/run.sh" >&2
     exit 2
 }
 

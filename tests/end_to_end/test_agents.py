@@ -18,7 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture(
-    scope="module", params=["lookup", pytest.param("search", marks=pytest.mark.exhaustive)]
+    scope="module",
+    params=[
+        "lookup",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("search", "calculate")),
+    ],
 )
 def example(request: pytest.FixtureRequest) -> str:
     name: str = request.param
@@ -40,23 +44,27 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     return [line for path in files for line in read_jsonl(path)]
 
 
-def test_policy_learns_to_use_the_result_of_its_tool(run_dir: Path) -> None:
+def test_policy_learns_to_use_the_result_of_its_tool(example: str, run_dir: Path) -> None:
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.3
-    assert summary["logprob_gap_mean"] < 1e-3
+    # Slow programs: weights change within most conversations, which keep their KV cache.
+    assert summary["logprob_gap_mean"] < (5e-3 if example == "calculate" else 1e-3)
 
 
 def told(example: str, entry: Any, call: str) -> list[str]:
-    """What the tool may say to a call."""
+    """What the tool may say to a call; []: it is not known here."""
     if example == "lookup":
         return [entry.get(call, "none")]
+    if example == "calculate":
+        product = re.fullmatch(r"([1-9][0-9]*)\*([1-9][0-9]*)", call)
+        return [str(int(product[1]) * int(product[2]))] if product else []
     words = set(re.findall(r"\w+", call))
     return [one["text"] for one in entry if words & set(one["text"].split())] or ["none"]
 
 
 def test_results_of_the_tool_are_holes_of_each_conversation(example: str, run_dir: Path) -> None:
     entries = {
-        prompt["id"]: json.loads(prompt["entry"])
+        prompt["id"]: json.loads(prompt.get("entry", "null"))
         for prompt in read_jsonl(run_dir / "tasks" / "prompts.jsonl")
     }
     called = 0
@@ -70,6 +78,8 @@ def test_results_of_the_tool_are_holes_of_each_conversation(example: str, run_di
         # Given after the call: the token that closes it, if the policy did not write it, the
         # result, a colon. Each character of the tiny model's text is a token.
         results = [f"{one}:" for one in told(example, entries[record["prompt_id"]], call)]
+        if not results:
+            continue
         result = next(one for one in results if rest.startswith(one))
         holes = [
             (end, start)
