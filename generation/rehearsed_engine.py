@@ -27,7 +27,7 @@ from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.families.family import PLAIN
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Slice
-from megatron_rl.weights.layout.trainer_layout import hf_shapes, untrained
+from megatron_rl.weights.layout.trainer_layout import file_shapes, hf_shapes, untrained
 
 _WORDS_BEFORE = 3
 """Words of a server's command before its arguments: interpreter, -m, module."""
@@ -80,9 +80,8 @@ def trace_engine(config: Config, shape: ModelShape) -> list[RankTrace]:
     wrapper = FAMILIES[shape.architecture].wrapper
     spelling = wrapper.spellings[0] if wrapper is not None else PLAIN
     kept = untrained(shape)
-    sizes = hf_shapes(shape)
-    own = {spelling.rename(name): name for name in sizes}
-    tensors = {name: sizes[text] for name, text in own.items()}
+    own = {spelling.rename(name): name for name in hf_shapes(shape)}
+    tensors = {spelling.rename(name): size for name, size in file_shapes(shape).items()}
     question = Question(command[_WORDS_BEFORE:], ranks, config.model.dtype, tensors)
     environment = {**os.environ, **server_environment(setup)}
     limit_s = _LIMIT_S + ranks * _LIMIT_PER_RANK_S

@@ -12,6 +12,7 @@ Blackwell, and the codes that an FP8 layer makes when it is complete.
 
 import multiprocessing
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -138,14 +139,23 @@ def _load(model: Any, question: Question) -> tuple[list[Slice], list[str]]:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from megatron_rl.weights.layout.engine_layout import paired
+
     copies: list[tuple[Tensor, Tensor]] = []
+    zeroed: set[int] = set()
     joined: list[tuple[Tensor, list[Tensor]]] = []
 
     class Copies(TorchDispatchMode):
         def __torch_dispatch__(
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if function is torch.ops.aten.copy_.default:
+            if function is torch.ops.aten.zero_.default:
+                zeroed.add(args[0].untyped_storage()._cdata)
+            # What SGLang has set to zero is no copy of the checkpoint.
+            elif (
+                function is torch.ops.aten.copy_.default
+                and args[1].untyped_storage()._cdata not in zeroed
+            ):
                 copies.extend(_parts_of(args[0], args[1], joined))
             result = function(*args, **(kwargs or {}))
             if function is torch.ops.aten.cat.default:
@@ -159,10 +169,16 @@ def _load(model: Any, question: Question) -> tuple[list[Slice], list[str]]:
     }
     with torch.no_grad(), Copies():
         model.load_weights(iter(checkpoint.items()))
-    target_of, source_of = _finder(dict(model.named_parameters())), _finder(checkpoint)
+    targets = paired(type(model).__name__, dict(model.named_parameters()))
+    target_of, source_of = _finder(targets), _finder(checkpoint)
+    experts_of = _expert_finder(checkpoint)
+    found = [
+        (target_of(part), place or source_of(source))
+        for target, source in copies
+        for part, place in experts_of(target, source)
+    ]
     loaded, odd = [], []
-    for target, source in copies:
-        to, of = target_of(target), source_of(source)
+    for to, of in found:
         if isinstance(to, str) or isinstance(of, str) or to[3:] != of[3:]:
             odd.append(f"{of if isinstance(of, str) else of[0]} to "
                        f"{to if isinstance(to, str) else to[0]}")  # fmt: skip
@@ -185,6 +201,8 @@ def _parts_of(
     yield target, source
 
 
+_FUSED = re.compile(r"(.+\.experts)\.(gate_up|down)_proj(_bias)?$")
+"""Tensors of a checkpoint that hold all experts of a layer."""
 _Place = tuple[str, int, int, int, int]
 """Name, first row, first column, rows and columns of a part of a tensor; see `Slice`."""
 
@@ -207,6 +225,43 @@ def _finder(tensors: "dict[str, Tensor]") -> "Callable[[Tensor], _Place | str]":
         return name, row, column, rows, columns
 
     return find
+
+
+def _expert_finder(
+    checkpoint: "dict[str, Tensor]",
+) -> "Callable[[Tensor, Tensor], Iterator[tuple[Tensor, _Place | None]]]":
+    """Function that cuts a copy of fused experts (`fused_experts.py`) into parts of single ones.
+
+    It yields the parts of the target, each with the place of its source; another copy as it is,
+    with None.
+    """
+    fused = {
+        one.untyped_storage()._cdata: (matched, one)
+        for name, one in checkpoint.items()
+        if (matched := _FUSED.match(name))
+    }
+
+    def cut(target: "Tensor", source: "Tensor") -> "Iterator[tuple[Tensor, _Place | None]]":
+        matched, whole = fused.get(source.untyped_storage()._cdata, (None, None))
+        if matched is None or whole is None or target.dim() != whole.dim():
+            yield target, None
+            return
+        block, part, bias = matched.groups()
+        kind, words = "bias" if bias else "weight", part.split("_")
+        first, rest = divmod(source.storage_offset(), whole.stride(0))
+        column, row = divmod(rest, whole.shape[-1])
+        # A file has outputs last, a parameter has them first.
+        in_order = whole.transpose(1, -1).stride()
+        if source.stride() != in_order or row % len(words):
+            yield target, None
+            return
+        for number, one in enumerate(target):
+            for place, word in enumerate(words):
+                mine = one[place :: len(words)]
+                name = f"{block}.{first + number}.{word}_proj.{kind}"
+                yield mine, (name, row // len(words), column, *(*mine.shape, 1)[:2])
+
+    return cut
 
 
 def _name_of(dtype: Any) -> str:

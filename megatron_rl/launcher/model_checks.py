@@ -139,6 +139,12 @@ def check_sinks(config: Config, shape: ModelShape) -> None:
             f"generator.quantization = {generator.quantization!r} with {shape.architecture}: "
             "weight syncs reach no quantised experts with biases; set it to ''"
         )
+    if generator.expert_parallel > 1:
+        # sgl-project/sglang#22784: at its start it copies all experts into those of a rank.
+        raise InputError(
+            f"generator.expert_parallel = {generator.expert_parallel} with {shape.architecture}: "
+            "SGLang 0.5.23 cannot load divided experts that share a tensor; set it to 1"
+        )
 
 
 def check_quantization(config: Config) -> None:

@@ -73,12 +73,21 @@ def _attention_elements(shape: ModelShape) -> int:
 
 def _expert_elements(shape: ModelShape, division: Division, *, is_fused: bool) -> float:
     """As `layer_elements` for the experts of a layer; a float32 router score counts as two."""
-    # Unfused, each also keeps its product times the router's probability.
-    elements = _FUSED_ELEMENTS if is_fused else _UNIT_ELEMENTS + 1
-    units = elements * shape.moe_ffn / division.expert_tensor
+    units = _routed_elements(shape, is_fused=is_fused) * shape.moe_ffn / division.expert_tensor
     routed = shape.experts_per_token * (shape.hidden + units)
     shared = (_FUSED_ELEMENTS if is_fused else _UNIT_ELEMENTS) * shape.shared_ffn / division.tensor
     return (routed + 2 * shape.experts) / division.sequence_shards + shared
+
+
+def _routed_elements(shape: ModelShape, *, is_fused: bool) -> int:
+    """Elements of each unit of an expert that a router chooses."""
+    # Unfused, each also keeps its product times the router's probability.
+    elements = _FUSED_ELEMENTS if is_fused else _UNIT_ELEMENTS + 1
+    if shape.glu_limit:
+        # Gate and up are clamped outside of the kernel (megatron-core 0.16.1,
+        # fused_bias_geglu.py:423); unfused, what is added to the clamped up is counted above.
+        elements += 2 if is_fused else 1
+    return elements
 
 
 def recomputed_elements(
@@ -95,8 +104,8 @@ def recomputed_elements(
             spared += _expert_elements(shape, division, is_fused=is_fused)
         elif "moe_act" in modules:
             # Gate and up stay: the other tensors are recomputed from them.
-            kept = _FUSED_ELEMENTS if is_fused else _UNIT_ELEMENTS + 1
-            between = (kept - 2) * shape.moe_ffn / division.expert_tensor
+            between = _routed_elements(shape, is_fused=is_fused) - 2
+            between *= shape.moe_ffn / division.expert_tensor
             spared += shape.experts_per_token * between / division.sequence_shards
         if "layernorm" in modules:
             spared += shape.hidden / division.sequence_shards

@@ -14,7 +14,7 @@ import megatron_rl.backend.no_compiler  # noqa: F401 - before Megatron
 # isort: split
 import torch
 import torch.distributed as dist
-from megatron.core.fusions import fused_bias_swiglu
+from megatron.core.fusions import fused_bias_geglu, fused_bias_swiglu
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
@@ -98,11 +98,21 @@ def _install_fused_units() -> None:
     """Gated units as torch.compile makes them on CUDA: one kernel, nothing in between."""
     fused_bias_swiglu.swiglu = lambda y: y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
     fused_bias_swiglu.swiglu_back = lambda g, y: torch.empty_like(y)
-    fused_bias_swiglu.weighted_swiglu = lambda y, weights: fused_bias_swiglu.swiglu(y)
-    fused_bias_swiglu.weighted_swiglu_back = lambda g, y, weights: (
-        torch.empty_like(y),
-        torch.empty_like(weights),
-    )
+
+    def weighted(y: torch.Tensor, weights: torch.Tensor, offset: float = 0.0) -> torch.Tensor:
+        return y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
+
+    def weighted_back(
+        g: torch.Tensor, y: torch.Tensor, weights: torch.Tensor, offset: float = 0.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty_like(y), torch.empty_like(weights)
+
+    for module, name in (
+        (fused_bias_swiglu, "weighted_swiglu"),
+        (fused_bias_geglu, "weighted_quick_geglu"),
+    ):
+        setattr(module, name, weighted)
+        setattr(module, f"{name}_back", weighted_back)
 
 
 def _install_reading_factory() -> None:

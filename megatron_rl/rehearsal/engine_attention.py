@@ -33,31 +33,34 @@ class _Attend(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        scores: Tensor | None,
         layer: "DotProductAttention",
         flops: int,
     ) -> Tensor:
+        """scores: the heads' sinks or a mask, which take part in the softmax."""
         result = torch.empty_like(query, memory_format=torch.contiguous_format)
         sums = query.new_empty(*query.shape[:-1], dtype=torch.float32)
         if layer.ranks > 1:
             # The ring's tensor has keys and values; the backward pass starts from it.
             pair = torch.cat([key.flatten(), value.flatten()])
             _send_round(layer, pair)
-            ctx.save_for_backward(query, pair, result, sums)
+            ctx.save_for_backward(query, pair, result, sums, scores)
         else:
-            ctx.save_for_backward(query, key, value, result, sums)
+            ctx.save_for_backward(query, key, value, result, sums, scores)
         observed.add_flops(flops)
         ctx.layer, ctx.flops, ctx.shapes = layer, flops, (key.shape, value.shape)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, *_ = ctx.saved_tensors
+        query, *_, scores = ctx.saved_tensors
         if ctx.layer.ranks > 1:
             _send_back(ctx.layer, ctx.saved_tensors[1])
         # Two more products than forward, and the scores again.
         observed.add_flops(ctx.flops * 5 // 2)
         found = [query.new_empty(shape) for shape in (query.shape, *ctx.shapes)]
-        return *found, None, None
+        of_scores = torch.empty_like(scores) if ctx.needs_input_grad[3] else None
+        return *found, of_scores, None, None
 
 
 def _send_round(layer: "DotProductAttention", pair: Tensor) -> None:
@@ -116,12 +119,19 @@ class DotProductAttention(torch.nn.Module):
         cp_stream: Any = None,
         cp_comm_type: str = "p2p",
         softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
         self.ranks = 1 if cp_group is None else cp_group.size()
         assert self.ranks == 1 or cp_comm_type == "p2p", "only the ring is rehearsed"
         self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks or []
         self.window = window_size[0] if window_size and window_size[0] >= 0 else None
+        self.softmax_offset = None
+        if softmax_type == "learnable":
+            assert self.ranks == 1, "the ring knows no sinks"
+            # In float32, whatever the dtype of other parameters.
+            offset = torch.empty(num_attention_heads // tp_size)
+            self.softmax_offset = torch.nn.Parameter(offset)
 
     def forward(
         self,
@@ -143,7 +153,11 @@ class DotProductAttention(torch.nn.Module):
         _, heads, dim = query_layer.shape
         lengths = observed.read_lengths(cu_seqlens_q)
         flops = attention_flops(lengths, heads, dim, self.ranks, self.window)
-        return _Attend.apply(query_layer, key_layer, value_layer, self, flops).flatten(1)
+        sinks = self.softmax_offset
+        if sinks is not None:
+            sinks = sinks.reshape(1, -1, 1, 1).float()
+        result = _Attend.apply(query_layer, key_layer, value_layer, sinks, self, flops)
+        return result.flatten(1)
 
 
 def attend(
@@ -164,7 +178,7 @@ def attend(
     flops = batch * attention_flops([key.shape[2]], heads, dim, 1, None)
     # Queries are the last positions of the keys.
     flops = flops * length // key.shape[2]
-    return _Attend.apply(query, key, value, _ALONE, flops)
+    return _Attend.apply(query, key, value, attn_mask, _ALONE, flops)
 
 
 class _Alone:

@@ -124,7 +124,7 @@ def _both_gradients(
 
 
 def _of_bias(layer: "Linear") -> Tensor | None:
-    return torch.empty_like(layer.bias) if layer.use_bias else None
+    return torch.empty_like(layer.bias) if layer.apply_bias else None
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -145,23 +145,27 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, layer: "GroupedLinear", splits: list[int], *weights: Tensor
+        ctx: Any, inputs: Tensor, layer: "GroupedLinear", splits: list[int], *parameters: Tensor
     ) -> Tensor:
+        """parameters: weights of all experts, then their biases, if the product adds them."""
         assert sum(splits) == len(inputs), f"{splits} rows of experts, but {len(inputs)} rows"
+        weights = parameters[: layer.num_gemms]
         ctx.layer = layer
-        ctx.save_for_backward(inputs, *weights)
+        ctx.save_for_backward(inputs, *parameters)
         observed.add_flops(2 * inputs.numel() * len(weights[0]))
         return inputs.new_empty(len(inputs), len(weights[0]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        inputs, *weights = ctx.saved_tensors
+        inputs, *parameters = ctx.saved_tensors
+        weights, biases = parameters[: ctx.layer.num_gemms], parameters[ctx.layer.num_gemms :]
         observed.add_flops(4 * inputs.numel() * len(weights[0]))
         is_fused = ctx.layer.fuse_wgrad_accumulation
         gradients = [_unused_gradient(w) if is_fused else torch.empty_like(w) for w in weights]
         if is_fused:
             for weight in weights:
                 weight.grad_added_to_main_grad = True
+        gradients += [torch.empty_like(bias) for bias in biases]
         return torch.empty_like(inputs), None, None, *gradients
 
 
@@ -200,6 +204,7 @@ class Linear(_Layer):
         self.sequence_parallel = sequence_parallel and tp_size > 1
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.use_bias, self.save_original_input = bias, False
+        self.return_bias, self.apply_bias = return_bias, bias and not return_bias
         if parallel_mode == "column":
             out_features //= tp_size
         elif parallel_mode == "row":
@@ -209,15 +214,22 @@ class Linear(_Layer):
         if tp_size > 1:
             _mark(self.weight, dimension=1 if parallel_mode == "row" else 0)
         self.bias = _parameter(out_features, None, params_dtype, device) if bias else None
+        if bias and parallel_mode == "row":
+            self.bias.sequence_parallel = self.sequence_parallel
+        elif bias and tp_size > 1:
+            _mark(self.bias, dimension=0)
 
     @property
     def gathers(self) -> bool:
         """Whether the input is divided by positions."""
         return self.parallel_mode == "column" and self.sequence_parallel
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """[positions, ..., out]."""
-        return _Linear.apply(inp, self.weight, self.bias, self)
+    def forward(
+        self, inp: Tensor, is_first_microbatch: bool | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """[positions, ..., out]; with the bias where the caller adds it."""
+        result = _Linear.apply(inp, self.weight, self.bias, self)
+        return (result, self.bias) if self.return_bias else result
 
 
 class LayerNormLinear(Linear):
@@ -278,21 +290,33 @@ class GroupedLinear(_Layer):
         params_dtype: torch.dtype | None = None,
         device: Any = "cuda",
         bias: bool = True,
+        return_bias: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
-        assert not bias and tp_size == 1, "experts have no bias, and Megatron sends their tokens"
+        assert tp_size == 1, "Megatron sends the tokens of experts"
         self.num_gemms, self.fuse_wgrad_accumulation = num_gemms, fuse_wgrad_accumulation
+        self.use_bias, self.return_bias = bias, return_bias
         for number in range(num_gemms):
             weight = _parameter(out_features, in_features, params_dtype, device)
             setattr(self, f"weight{number}", weight)
+            if bias:
+                setattr(self, f"bias{number}", _parameter(out_features, None, params_dtype, device))
 
     def forward(
         self, inp: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None
-    ) -> Tensor:
-        """[tokens of all experts, out]; m_splits: tokens of each expert."""
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """[tokens of all experts, out]; with the biases where the caller adds them.
+
+        m_splits: tokens of each expert.
+        """
         weights = [getattr(self, f"weight{number}") for number in range(self.num_gemms)]
-        return _GroupedLinear.apply(inp, self, list(m_splits), *weights)
+        if not self.use_bias:
+            return _GroupedLinear.apply(inp, self, list(m_splits), *weights)
+        biases = [getattr(self, f"bias{number}") for number in range(self.num_gemms)]
+        if self.return_bias:
+            return _GroupedLinear.apply(inp, self, list(m_splits), *weights), biases
+        return _GroupedLinear.apply(inp, self, list(m_splits), *weights, *biases)
 
 
 def _parameter(

@@ -69,6 +69,7 @@ def rehearse_rank(
             trainer = TracedTrainer(policy, cfg, tracer)
         tracer.received = _sizes_of(policy, work)
         tracer.assumed = partial(_even_choices, shape)
+        tracer.selected = partial(_chosen_rows, shape)
         # The first step of an optimizer makes its moments.
         trainer.take(share_of(replace(work, microbatches=policy.microbatch_multiple), cfg))
         tracer.begin_again()
@@ -184,6 +185,12 @@ def _even_choices(shape: ModelShape, func: Any, args: tuple[Any, ...]) -> Tensor
         return None
     each, rest = divmod(len(args[0]) * shape.experts_per_token, shape.experts)
     return torch.tensor([each + (expert < rest) for expert in range(shape.experts)])
+
+
+def _chosen_rows(shape: ModelShape, mask: Tensor) -> int:
+    """Rows for experts that the map of choices, [experts, tokens] bool, selects."""
+    assert mask.dim() == 2 and len(mask) == shape.experts, "only experts select by unknown values"
+    return mask.shape[1] * shape.experts_per_token
 
 
 @contextmanager

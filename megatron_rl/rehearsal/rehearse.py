@@ -16,7 +16,6 @@ from typing import Literal
 
 import msgspec
 
-from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml
 from megatron_rl.config.gpus import GIB, find_gpu
 from megatron_rl.config.parallel import ParallelConfig
@@ -153,15 +152,7 @@ def _sequence_tokens(cfg: Config, options: Options) -> int:
 
 
 def rehearsable(cfg: Config) -> tuple[Config, list[str]]:
-    """The configuration without what tensors without data cannot do, and what that is.
-
-    Raises InputError for a model whose layers or engines have no stand-in.
-    """
-    if (shape := read_shape(cfg.model.path)).has_sinks:
-        raise InputError(
-            f"model.path = {cfg.model.path} is a {shape.architecture}, whose attention and experts "
-            "cannot be rehearsed: use `megatron-rl plan`, or rehearse another model"
-        )
+    """The configuration without what tensors without data cannot do, and what that is."""
     notes = []
     model, parallel, algorithm = cfg.model, cfg.parallel, cfg.algorithm
     if model.fp8 != "none":
@@ -186,6 +177,10 @@ def rehearsable(cfg: Config) -> tuple[Config, list[str]]:
     if train.router_replay:
         notes.append("train.router_replay is rehearsed with the trainer's own choices of experts")
         train = train.model_copy(update={"router_replay": False})
+    if train.deterministic and read_shape(model.path).has_sinks:
+        # transformer-engine 2.12.0, dot_product_attention/utils.py:1060.
+        notes.append("train.deterministic: attention with sinks is rehearsed by the fused kernel; "
+                     "CUDA's deterministic one also keeps the scores of all pairs")  # fmt: skip
     found = {"model": model, "parallel": parallel, "algorithm": algorithm, "train": train,
              "optimizer": optimizer}  # fmt: skip
     return cfg.model_copy(update=found), notes

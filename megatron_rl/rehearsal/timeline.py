@@ -87,8 +87,8 @@ class Clock(Watcher):
 
     @property
     def seconds(self) -> float:
-        """Of the step, up to now."""
-        return max(rank.now for rank in self.ranks.values())
+        """Of the step, up to now; 0 when every rank has failed."""
+        return max((rank.now for rank in self.ranks.values()), default=0.0)
 
     def _compute(self, number: int, flops: int) -> None:
         rank = self.ranks[number]

@@ -54,6 +54,8 @@ class Tracer(TorchDispatchMode):
         """Values of integers that another rank sends."""
         self.assumed: Callable[[Any, tuple[Any, ...]], Tensor | None] = lambda func, args: None
         """Values of a result that follows from unknown ones, where a step depends on it."""
+        self.selected: Callable[[Tensor], int] = lambda mask: int(mask.numel())
+        """Count of elements that an unknown mask selects."""
         self._answers = answers
         self._values = KnownValues(device)
         self._stacks: dict[Stack, int] = {}
@@ -133,7 +135,10 @@ class Tracer(TorchDispatchMode):
             # CUDA fills by the mask, and does not count its places.
             return args[0]
         args = self._without_masks(func, args)
-        result = func(*args, **kwargs)
+        if func is aten.masked_select.default and self._is_ours(args[1]):
+            result = self._masked_select(*args)
+        else:
+            result = func(*args, **kwargs)
         self._note(func, args, kwargs, result)
         if (values := self.assumed(func, args)) is not None:
             self._values.set(result, values)
@@ -185,6 +190,12 @@ class Tracer(TorchDispatchMode):
             places = self._host_value(each).nonzero(as_tuple=True)
             found += [place.to(self.device) for place in places]
         return (args[0], found, *args[2:])
+
+    def _masked_select(self, tensor: Tensor, mask: Tensor) -> Tensor:
+        """What the mask selects; the host waits for the count."""
+        values = self._host_value(mask)
+        is_known = self._values.of(mask) is not None
+        return tensor.new_empty(int(values.sum()) if is_known else self.selected(mask))
 
     # --- collectives ----------------------------------------------------------------------------
 

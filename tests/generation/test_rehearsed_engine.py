@@ -37,6 +37,9 @@ GLM = {"n_routed_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0,
         "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
         "original_max_position_embeddings": 16384}  # fmt: skip
+GPT_OSS = {"num_local_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 7.0, "head_dim": 64,
+           "attention_bias": True, "sliding_window": 128,
+           "layer_types": ["sliding_attention", "full_attention"] * 12}  # fmt: skip
 OLMO = {"attention_bias": False, "rms_norm_eps": 1e-6}
 MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int]] = {
     # Class and type, sizes, other keys, and the number of parameters of the published files.
@@ -59,6 +62,7 @@ MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int]] = {
     "GLM-4.5-Air": (
         "Glm4Moe", (4096, 46, 96, 8, 151552, 10944), GLM, 106_852_245_504,
     ),
+    "gpt-oss-20b": ("GptOss", (2880, 24, 64, 8, 201088, 2880), GPT_OSS, 20_914_757_184),
     # The text models alone.
     "OLMo-2-7B": ("Olmo2", (4096, 32, 32, 32, 100352, 11008), OLMO, 7_298_617_344),
     "Olmo-3-7B": (
@@ -88,7 +92,7 @@ WRAPPERS = {
 """Class, its type and that of the text model."""
 TYPES = {"Mistral": "mistral", "Llama": "llama", "Qwen2": "qwen2", "Qwen3Moe": "qwen3_moe",
          "Glm4Moe": "glm4_moe", "SmolLM3": "smollm3", "Phi3": "phi3", "Olmo2": "olmo2",
-         "Olmo3": "olmo3"}  # fmt: skip
+         "Olmo3": "olmo3", "GptOss": "gpt_oss"}  # fmt: skip
 PART = "model.layers.0.mlp.down_proj.weight"
 
 
@@ -137,6 +141,8 @@ def held_elements(name: str, ranks: int) -> int:
         on_all += layers * EXPERTS["num_experts"] * hidden
     if family == "Glm4Moe":
         on_all += (layers - 1) * GLM["n_routed_experts"] * hidden
+    if family == "GptOss":
+        on_all += layers * (GPT_OSS["num_local_experts"] * (hidden + 1) + hidden)
     has_bias = family in ("Qwen2", "Qwen2_5_VL", "Glm4Moe")
     keys_values = layers * 2 * kv_heads * head_dim * (hidden + has_bias)
     copies = max(1, ranks // kv_heads)
@@ -184,6 +190,7 @@ def test_24b_fit_both_ranks_of_an_engine(tmp_path: Path) -> None:
         ("Qwen2.5-VL-7B", 1, 1, ""), ("Qwen2.5-VL-7B", 4, 1, "fp8"), ("Qwen3-VL-8B", 8, 1, ""),
         ("GLM-4.5-Air", 1, 1, ""), ("GLM-4.5-Air", 8, 1, ""), ("GLM-4.5-Air", 8, 8, ""),
         ("GLM-4.5-Air", 8, 2, "fp8"), ("GLM-4.5-Air", 16, 1, ""),
+        ("gpt-oss-20b", 1, 1, ""), ("gpt-oss-20b", 2, 1, ""), ("gpt-oss-20b", 8, 1, ""),
     ],
 )  # fmt: skip
 def test_published_models_fit(

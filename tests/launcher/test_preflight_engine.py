@@ -67,12 +67,15 @@ def test_what_engines_cannot_do_with_latent_attention_is_refused(
         ("generator.engine=vllm", "generator.engine = 'vllm' with GptOssForCausalLM"),
         ("generator.engine=hf", "generator.engine = 'hf' with GptOssForCausalLM"),
         ("generator.quantization=fp8", "generator.quantization = 'fp8' with GptOssForCausalLM"),
+        ("generator.tensor_parallel=2 generator.expert_parallel=2",
+         "generator.expert_parallel = 2 with GptOssForCausalLM: .* set it to 1"),
         ("run.seed=1", "quantised weights .* not supported: .*`megatron-rl convert .* --to hf`"),
     ],
-)
+)  # fmt: skip
 def test_what_engines_cannot_do_with_sinks_is_refused(
-    tmp_path: Path, given: str, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, message: str
 ) -> None:
+    monkeypatch.setattr(model_checks.sglang_cpu, "is_needed", lambda: False)
     write_model(tmp_path, family="GptOss", is_tied=False, seed=0)
     shape = read_shape(tmp_path)
     model_checks.check_sinks(load_config(None, [f"model.path={tmp_path}"]), shape)
@@ -81,7 +84,7 @@ def test_what_engines_cannot_do_with_sinks_is_refused(
         values["quantization_config"] = {"quant_method": "mxfp4"}
         (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(InputError, match=message):
-        model_checks.check_model(load_config(None, [f"model.path={tmp_path}", given]))
+        model_checks.check_model(load_config(None, [f"model.path={tmp_path}", *given.split()]))
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])

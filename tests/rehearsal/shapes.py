@@ -11,6 +11,11 @@ TINY = {
     "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
     "rope_theta": 1e4,
 }  # fmt: skip
+TINY_GPT_OSS = TINY | {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 16,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0, "attention_bias": True,
+    "sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
 SMOLLM2_135M = {
     **_COMMON, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152,
     "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
@@ -56,6 +61,17 @@ GLM_45_AIR = {
     "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
     "attention_bias": True, "use_qk_norm": False, "partial_rotary_factor": 0.5,
     "num_nextn_predict_layers": 1,
+}  # fmt: skip
+GPT_OSS_20B = {
+    **_COMMON, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss",
+    "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+    "num_local_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
+    "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "attention_bias": True, "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                     "truncate": False, "original_max_position_embeddings": 4096},
 }  # fmt: skip
 EXAMPLES = {
     "one_gpu": QWEN25_15B,

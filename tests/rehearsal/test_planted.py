@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.rehearsal.rehearse import Options, Rehearsal, conclude, write_request
-from tests.rehearsal.shapes import QWEN25_15B, TINY, write_shape
+from tests.rehearsal.shapes import QWEN25_15B, TINY, TINY_GPT_OSS, write_shape
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = Options(choice="all", microbatches=3, mean_tokens=24)
@@ -23,11 +23,17 @@ LAYOUTS = {
     "pipeline": ("parallel.pipeline=2", "parallel.tensor=2", "parallel.sequence=true"),
     "context": ("parallel.context=3",),
     "interleaved": ("parallel.pipeline=2", "parallel.virtual_stages=2"),
+    "sinks": (
+        "parallel.pipeline=2",
+        "parallel.tensor=2",
+        "parallel.sequence=true",
+        "parallel.expert=2",
+    ),
 }
 CASES = {
     "sound-data": "data", "sound-pipeline": "pipeline", "sound-context": "context",
-    "sound-interleaved": "interleaved", "skipped": "data", "swapped": "pipeline",
-    "unreceived": "pipeline", "read": "data", "fewer": "data",
+    "sound-interleaved": "interleaved", "sound-sinks": "sinks", "skipped": "data",
+    "swapped": "pipeline", "unreceived": "pipeline", "read": "data", "fewer": "data",
 }  # fmt: skip
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow(40)]
 
@@ -38,8 +44,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rehearsal]:
     folder = tmp_path_factory.mktemp("planted")
     cases: dict[str, tuple[Config, Options]] = {}
     tiny = write_shape(tmp_path_factory.mktemp("tiny"), TINY)
+    sinks = write_shape(tmp_path_factory.mktemp("sinks"), TINY_GPT_OSS)
     for name, layout in CASES.items():
-        cases[name] = _config(tiny, *TINY_STEP, *LAYOUTS[layout]), OPTIONS
+        model = sinks if layout == "sinks" else tiny
+        cases[name] = _config(model, *TINY_STEP, *LAYOUTS[layout]), OPTIONS
     large = write_shape(tmp_path_factory.mktemp("large"), QWEN25_15B)
     one = _config(large, "train.microbatch_tokens=4096", "generator.context_tokens=4096",
                   "model.recompute=full")  # fmt: skip
@@ -62,9 +70,21 @@ def _config(model: Path, *overrides: str) -> Config:
     return load_config(path, list(overrides))
 
 
-@pytest.mark.parametrize("name", ["data", "pipeline", "context", "interleaved", "large"])
+@pytest.mark.parametrize("name", ["data", "pipeline", "context", "interleaved", "sinks", "large"])
 def test_the_products_own_step_has_no_fault(found: dict[str, Rehearsal], name: str) -> None:
     assert found[f"sound-{name}"].problems == ()
+    for stage in found[f"sound-{name}"].stages:
+        assert stage.trace.parameters == stage.planned.parameters
+
+
+def test_a_rank_of_gpt_oss_holds_its_part_of_each_parameter(found: dict[str, Rehearsal]) -> None:
+    # Two layers, half of the 4 sinks and of 4 + 2 * 2 heads of 16, two of 4 experts of 160 units.
+    attention = 2 + (4 + 2 * 2) * 16 // 2 * (64 + 1) + 64 * 4 * 16 // 2 + 64
+    experts = 4 * (64 + 1) + 2 * (3 * 64 * 160 + 2 * 160 + 64)
+    # The vocabulary's 250 rows are padded to 256.
+    layers, vocabulary = 2 * (2 * 64 + attention + experts), 256 // 2 * 64
+    first, last = (stage.trace.parameters for stage in found["sound-sinks"].stages)
+    assert (first, last) == (layers + vocabulary, layers + vocabulary + 64)
 
 
 def test_a_reduction_that_one_rank_leaves_out(found: dict[str, Rehearsal]) -> None:

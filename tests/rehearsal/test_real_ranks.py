@@ -26,7 +26,7 @@ from megatron_rl.trainer.model.policy import Policy
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.layout.shape import read_shape
 from tests.distributed import run_ranks
-from tests.rehearsal.shapes import SMOLLM2_135M, TINY, write_shape
+from tests.rehearsal.shapes import SMOLLM2_135M, TINY, TINY_GPT_OSS, write_shape
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow(30)]
@@ -106,14 +106,18 @@ def asdict_of(event: Any) -> dict[str, Any]:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "layout",
-    [("parallel.tensor=2", "parallel.sequence=true"), ("parallel.pipeline=2",)],
-    ids=["tensor", "pipeline"],
+    ("values", "layout"),
+    [
+        (TINY, ("parallel.tensor=2", "parallel.sequence=true")),
+        (TINY, ("parallel.pipeline=2",)),
+        (TINY_GPT_OSS, ("parallel.tensor=2", "parallel.sequence=true")),
+    ],
+    ids=["tensor", "pipeline", "gpt-oss"],
 )
 def test_real_ranks_issue_the_rehearsed_collectives(
-    tmp_path: Path, layout: tuple[str, ...]
+    tmp_path: Path, values: dict[str, Any], layout: tuple[str, ...]
 ) -> None:
-    cfg = config_of(tmp_path / "model", TINY, *SMALL, *layout)
+    cfg = config_of(tmp_path / "model", values, *SMALL, *layout)
     cfg, _ = rehearsable(cfg)
     options = Options(choice="all", microbatches=3, mean_tokens=40)
     request, traces = rehearsed(tmp_path / "traces", cfg, options)
@@ -142,6 +146,10 @@ def peak_growth(cfg: Config, request: Request) -> int:
     [
         pytest.param(TINY | {"vocab_size": 4000, "hidden_size": 256, "intermediate_size": 640},
                      ("train.microbatch_tokens=768", "generator.context_tokens=768"), id="small"),
+        pytest.param(TINY_GPT_OSS | {"vocab_size": 4000, "hidden_size": 256,
+                                     "intermediate_size": 640},
+                     ("train.microbatch_tokens=768", "generator.context_tokens=768"),
+                     id="gpt-oss", marks=pytest.mark.exhaustive),
         pytest.param(SMOLLM2_135M,
                      ("train.microbatch_tokens=1024", "generator.context_tokens=1024"),
                      id="smollm2", marks=pytest.mark.exhaustive),

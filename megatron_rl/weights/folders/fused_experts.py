@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.trainer_layout import fused_shapes
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)$")
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -189,10 +190,5 @@ def fuse_experts(
 
 def _empty(block: str, shape: ModelShape, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of a layer as files have them, in host memory, not filled yet."""
-    count, hidden, units = shape.experts, shape.hidden, shape.moe_ffn
-    return {
-        f"{block}.gate_up_proj": torch.empty(count, hidden, 2 * units, dtype=dtype),
-        f"{block}.gate_up_proj_bias": torch.empty(count, 2 * units, dtype=dtype),
-        f"{block}.down_proj": torch.empty(count, units, hidden, dtype=dtype),
-        f"{block}.down_proj_bias": torch.empty(count, hidden, dtype=dtype),
-    }
+    sizes = fused_shapes(block, shape)
+    return {name: torch.empty(size, dtype=dtype) for name, size in sizes.items()}

@@ -18,6 +18,7 @@ from megatron_rl.weights.layout.entries import (
     TIED_OUTPUT,
     layer_entries,
 )
+from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.place import Entry, Place
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Slice
@@ -82,6 +83,29 @@ def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     if not shape.is_tied:
         add(OUTPUT)
     return found
+
+
+def file_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """The same of the files, which may hold all experts of a layer in one tensor of each kind."""
+    experts = FAMILIES[shape.architecture].experts
+    if experts is None or not experts.is_fused:
+        return hf_shapes(shape)
+    found: dict[str, tuple[int, ...]] = {}
+    for name, size in hf_shapes(shape).items():
+        block, mark, _ = name.partition(".experts.")
+        found |= fused_shapes(f"{block}.experts", shape) if mark else {name: size}
+    return found
+
+
+def fused_shapes(block: str, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the tensors that hold all experts of a layer (`fused_experts.py`)."""
+    count, hidden, units = shape.experts, shape.hidden, shape.moe_ffn
+    return {
+        f"{block}.gate_up_proj": (count, hidden, 2 * units),
+        f"{block}.gate_up_proj_bias": (count, 2 * units),
+        f"{block}.down_proj": (count, units, hidden),
+        f"{block}.down_proj_bias": (count, hidden),
+    }
 
 
 def _of_layer(shape: ModelShape, layer: int, experts: range) -> Iterator[tuple[Entry, int]]:
