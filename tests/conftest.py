@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from megatron_rl.launcher import ports
 from megatron_rl.protocol import process, tokenizer_child
@@ -25,6 +26,11 @@ GPU_TIMEOUT_S = 600
 kernels when they first use them."""
 MOST_LEFT_OPEN = 100
 """Models that several files share hold memory that is shared with other processes: 64 tensors."""
+
+
+# A busy machine draws examples slowly.
+settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared")
 
 
 @pytest.fixture(autouse=True)

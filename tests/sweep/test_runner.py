@@ -87,10 +87,10 @@ def test_a_run_over_its_time_is_ended_and_counts_as_failed(tmp_path: Path) -> No
     plan_of(tmp_path)
     (tmp_path / "sweep" / "hang-low").touch()
     # Long enough for the others, which start Python and end.
-    text = SWEEP.replace("timeout_s = 60", "timeout_s = 8").replace("[0, 1]", "[0]")
+    text = SWEEP.replace("timeout_s = 60", "timeout_s = 15").replace("[0, 1]", "[0]")
     assert run(tmp_path, text) == 1
     assert calls(tmp_path) == ["start low 0", "hanging low", "ended low", "start high 0"]
-    assert states(tmp_path)["low", 0] == ("failed", "ended after timeout_s=8 s")
+    assert states(tmp_path)["low", 0] == ("failed", "ended after timeout_s=15 s")
 
 
 def test_a_child_that_ends_well_without_a_summary_has_failed(tmp_path: Path) -> None:
