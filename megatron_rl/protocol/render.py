@@ -73,6 +73,7 @@ class Renderer:
         config = config.for_model(count_parameters(model))
         self._config, self._format_checks = config, format_checks
         self.history = config.history
+        """What stands for earlier replies of a conversation: `render.history`."""
         self.tags = None if config.thinking.is_none else config.tags
         """Think tags of the model; None: it does not think."""
         self.context_tokens = context_tokens

@@ -90,9 +90,10 @@ def test_a_share_of_the_exhaustive_tests_runs_with_the_default_ones_on_all_cores
 ) -> None:
     write_program(host.project.root / ".venv" / "bin" / "ruff", "exit 0")
     on_all_cores = ["-n", "logical", "--maxprocesses", "4", "--dist", "loadfile"]
+    in_order = ["--no-loadscope-reorder", "--cache-clear"]
     for given, share in ([], "0"), (["--share", "0.25"], "0.25"):
         arguments = given_to_pytest(host, *given)["arguments"]
-        assert arguments[-9:] == ["--share", share, *on_all_cores, "--no-loadscope-reorder"]
+        assert arguments[-10:] == ["--share", share, *on_all_cores, *in_order]
 
 
 def test_the_tests_of_a_gpu_host_run_on_its_own_builds_and_settings(host: GpuHost) -> None:
