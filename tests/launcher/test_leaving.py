@@ -71,6 +71,8 @@ def test_a_signalled_node_has_its_roles_leave_and_goes(tmp_path: Path) -> None:
         while time.monotonic() < deadline:
             node.look()
         pytest.fail("it has not left")
+    while len(first.events) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
     first.is_over.set()
     first.join(60)
     assert (tmp_path / "left").exists()
