@@ -15,7 +15,7 @@ import asyncio
 import itertools
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,6 +35,7 @@ from megatron_rl.protocol.chat_template import RenderError
 from megatron_rl.protocol.chat_template import Turn as Message
 from megatron_rl.protocol.generator_messages import EngineActivity
 from megatron_rl.protocol.rollout import TurnReturn, narrow_choices
+from megatron_rl.protocol.tool_calls import ParsedReply
 from megatron_rl.protocol.types import Lease, Rollout, RolloutFailed, Score, sendable
 from verification.environments.episode import Judge
 from verification.environments.host import EnvironmentHost
@@ -54,10 +55,11 @@ _REASON_CHARS = 64
 
 
 class Exchange(NamedTuple):
-    """A turn of a conversation, and its messages with the reply."""
+    """The messages that a turn answered, and the parts of its reply."""
 
-    turn: Turn
     messages: list[Message]
+    turn: Turn
+    found: ParsedReply
 
 
 @dataclass
@@ -99,9 +101,8 @@ class Episode:
         """One turn of the policy. Raises PolicyLimit, EnvironmentFailed, EngineError."""
         chat = self._chat_of(say)
         parent = chat.exchanges[-1].turn if chat.exchanges else None
-        earlier = [message for one in chat.exchanges for message in one.messages]
         try:
-            place = self.place(parent, earlier, say.messages, chat.tools)
+            place = self.place(parent, self._earlier(chat), say.messages, chat.tools)
             turn = await self.take_turn(place, say.max_tokens)
         except OutOfTokens as error:
             raise PolicyLimit(OUT_OF_TOKENS) from error
@@ -109,8 +110,7 @@ class Episode:
             # The same messages would fail with every engine: the environment is at fault.
             raise EnvironmentFailed(str(error), "exception") from error
         found, reply = self.owner.histories.read(turn, chat.tools), turn.reply
-        message = self.owner.histories.message(turn, found)
-        chat.exchanges.append(Exchange(turn, [*say.messages, message]))
+        chat.exchanges.append(Exchange(say.messages, turn, found))
         assert reply is not None
         return Reply(
             self.owner.renderer.decode(reply.token_ids), found.content, found.reasoning,
@@ -148,6 +148,12 @@ class Episode:
             self._first_at = reply.first_token_at
         return turn
 
+    def _earlier(self, chat: Chat) -> Iterator[Message]:
+        """The messages of a conversation, with the replies."""
+        for given, turn, found in chat.exchanges:
+            yield from given
+            yield self.owner.histories.message(turn, found)
+
     def _chat_of(self, say: Say) -> Chat:
         if say.chat not in self._chats:
             if say.tools and (refusal := self.owner.histories.parser.refusal):
@@ -162,7 +168,7 @@ class Episode:
     def place(
         self,
         parent: Turn | None,
-        earlier: list[Message],
+        earlier: Iterable[Message],
         messages: list[Message],
         tools: list[dict[str, Any]],
     ) -> Place:

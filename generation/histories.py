@@ -1,12 +1,14 @@
 """How the messages of a conversation become the token ids that the engine gets for a turn.
 
-Used by the generator. `expert.render.history` decides what stands for earlier replies: the ids that
-the engine saw and sampled ("keep"), or what the chat template writes for them ("template"), which
-may leave out thoughts. The second kind is rendered anew for each turn. It continues the longest
-turn whose ids it begins with; without such a turn it is another row of the rollout.
+Used by the generator. `expert.render.history` decides what stands for earlier replies:
+
+- keep: the ids that the engine saw and sampled;
+- template: what the chat template writes for them, which may leave out thoughts. The template
+  renders the whole conversation before each turn. If the result begins with the ids of an earlier
+  turn, the new turn continues the longest such turn. Otherwise it begins a row of the rollout.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from generation.conversation import Turn
@@ -47,7 +49,7 @@ class Histories:
     def place(
         self,
         parent: Turn | None,
-        earlier: Sequence[Message],
+        earlier: Iterable[Message],
         messages: Sequence[Message],
         tools: list[Tool],
         task: str,
@@ -55,7 +57,7 @@ class Histories:
         """Where a turn begins that answers these messages. Raises RenderError.
 
         parent: turn of the latest reply; None: the messages begin a conversation. earlier: the
-        messages up to that reply.
+        messages up to that reply, read only where they are rendered.
         """
         offered = tools if "tools" in self._renderer.template.reads else []
         try:

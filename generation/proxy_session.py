@@ -16,7 +16,7 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
@@ -75,7 +75,7 @@ class Episode(Protocol):
     def place(
         self,
         parent: Turn | None,
-        earlier: list[GivenMessage],
+        earlier: Iterable[GivenMessage],
         messages: list[GivenMessage],
         tools: list[Tool],
     ) -> Place:
@@ -86,13 +86,11 @@ class Episode(Protocol):
 
 
 class _Reply(NamedTuple):
-    """A reply that was returned."""
+    """A reply, and its parts as they were returned."""
 
     turn: Turn
-    faults: list[str]
-    """Of its calls that were not returned, for the policy."""
-    message: GivenMessage
-    """As the chat template takes it."""
+    found: ParsedReply
+    """faults: of the calls that were not returned, for the policy."""
 
 
 class Session:
@@ -241,7 +239,7 @@ class Session:
         if rest and rest[0]["role"] == "tool":
             faults = [
                 {"role": "tool", "content": f"Error: {fault}", "tool_call_id": self._new_id()}
-                for fault in found.faults
+                for fault in found.found.faults
             ]
             rest = [*faults, *rest]
         return self._episode.place(found.turn, earlier, rest, asked.tools)
@@ -252,7 +250,7 @@ class Session:
         if histories.is_rendered and message.role == "assistant":
             # The thoughts of a reply, which programs do not repeat.
             if known := self._find(asked, number + 1):
-                return known.message
+                return histories.message(*known)
         return message.turn(histories.call_form)
 
     def _find(self, asked: ChatRequest, end: int) -> _Reply | None:
@@ -274,8 +272,7 @@ class Session:
         message = Message("assistant", content, made)
         key = message.key(asked.keys[-1])
         returned = found._replace(calls=list(made), faults=faults, content=content)
-        written = self._episode.owner.histories.message(turn, returned)
-        self._replies.setdefault(key, []).append(_Reply(turn, faults, written))
+        self._replies.setdefault(key, []).append(_Reply(turn, returned))
         assert turn.reply is not None
         return Answer(
             message, found.reasoning, "tool_calls" if made else turn.reply.finish_reason,

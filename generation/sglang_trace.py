@@ -151,7 +151,7 @@ def _load(model: Any, question: Question) -> tuple[list[Slice], list[str]]:
         ) -> Any:
             if function is torch.ops.aten.zero_.default:
                 zeroed.add(args[0].untyped_storage()._cdata)
-            # What SGLang has set to zero is no copy of the checkpoint.
+            # SGLang also copies tensors that it made itself, of zeros.
             elif (
                 function is torch.ops.aten.copy_.default
                 and args[1].untyped_storage()._cdata not in zeroed
@@ -232,8 +232,8 @@ def _expert_finder(
 ) -> "Callable[[Tensor, Tensor], Iterator[tuple[Tensor, _Place | None]]]":
     """Function that cuts a copy of fused experts (`fused_experts.py`) into parts of single ones.
 
-    It yields the parts of the target, each with the place of its source; another copy as it is,
-    with None.
+    The function yields the parts of the target, each with the place of its source. For a copy of
+    anything else it yields the target and None.
     """
     fused = {
         one.untyped_storage()._cdata: (matched, one)

@@ -30,7 +30,7 @@ fi
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 export PYTHONUNBUFFERED=1
 
-lint=0 most_again=-1
+lint=0 most_again=0
 [ $# -gt 0 ] || set -- --share 0
 if [ $# -eq 2 ] && [ "$1" = --share ]; then
     # Files in the order of tests/conftest.py: the longest come first.
@@ -42,13 +42,14 @@ fi
 run() { .venv/bin/python -m pytest --durations=20 --durations-min=1 -ra "$@"; }
 status=0
 run "$@" || status=$?
-again=()
-[ "$status" -ne 1 ] || [ "$most_again" -lt 0 ] || mapfile -t again < \
-    <(.venv/bin/python -c 'import json; print(*json.load(open(".pytest_cache/v/cache/lastfailed")), sep="\n")')
-if [ "${#again[@]}" -gt 0 ] && [ "${#again[@]}" -le "$most_again" ]; then
-    echo "[test] again, alone: ${again[*]}"
-    # The later of two options holds.
-    run "${@/#--cache-clear/--last-failed}" -n 0 && status=0 && echo "[test] passed only alone: ${again[*]}"
+if [ "$status" -eq 1 ] && [ "$most_again" -gt 0 ]; then
+    mapfile -t again < \
+        <(.venv/bin/python -c 'import json; print(*json.load(open(".pytest_cache/v/cache/lastfailed")), sep="\n")')
+    if [ "${#again[@]}" -gt 0 ] && [ "${#again[@]}" -le "$most_again" ]; then
+        echo "[test] again, alone: ${again[*]}"
+        # The later of two options holds.
+        run "${@/#--cache-clear/--last-failed}" -n 0 && status=0 && echo "[test] passed only alone: ${again[*]}"
+    fi
 fi
 [ "$lint" -eq 0 ] || echo "[test] lint failed: see above" >&2
 [ "$status" -ne 0 ] || status=$lint

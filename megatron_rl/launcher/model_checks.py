@@ -140,7 +140,7 @@ def check_sinks(config: Config, shape: ModelShape) -> None:
             "weight syncs reach no quantised experts with biases; set it to ''"
         )
     if generator.expert_parallel > 1:
-        # sgl-project/sglang#22784: at its start it copies all experts into those of a rank.
+        # sgl-project/sglang#22784: each rank tries to load the experts of all ranks.
         raise InputError(
             f"generator.expert_parallel = {generator.expert_parallel} with {shape.architecture}: "
             "SGLang 0.5.23 cannot load divided experts that share a tensor; set it to 1"

@@ -25,7 +25,7 @@ def open_env_episode(
     max_turns: int = MAX_TURNS,
     max_tokens: int | None = None,
 ) -> Callable[[EpisodeInput, Policy], Coroutine[Any, Any, Outcome]]:
-    """Episode of a running OpenEnv server: a session of its own, whose rewards are summed.
+    """Episode on a running OpenEnv server. Each episode has its own session; rewards are summed.
 
     The server is reset with the prompt's seed, and with the values of a prompt whose `entry` is a
     JSON object. It must allow as many sessions as conversations are open (`max_concurrent_envs`).
