@@ -19,8 +19,8 @@ from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.tool_calls import ParsedReply, ToolCallParser, with_tools
 from megatron_rl.protocol.turns import Turns
 
-_REASONING = "reasoning_content"
-"""Where many chat templates read the thoughts of a reply."""
+_REASONING = {"reasoning_content": "reasoning_content", "message.thinking": "thinking"}
+"""Where chat templates read the thoughts of a reply, by what they write of it."""
 
 
 class Place(NamedTuple):
@@ -44,7 +44,9 @@ class Histories:
         self.parser = ToolCallParser(renderer)
         self.call_form = find_call_form(renderer.template)
         """How the chat template takes tool calls; None: it writes none."""
-        self._reads_reasoning = _REASONING in renderer.tokenizer.get_chat_template()
+        template = renderer.tokenizer.get_chat_template()
+        self._reasoning = next((key for mark, key in _REASONING.items() if mark in template), "")
+        """Key of a message's thoughts; "": they are part of the content."""
 
     def place(
         self,
@@ -60,6 +62,8 @@ class Histories:
         messages up to that reply, read only where they are rendered.
         """
         offered = tools if "tools" in self._renderer.template.reads else []
+        if parent is not None and self._renderer.form.has_channels:
+            messages = self._with_names(messages, self.read(parent, tools))
         try:
             if parent is not None and not self.is_rendered:
                 return Place(parent, self._turns.glue(parent.reply_ids, messages, offered))
@@ -81,20 +85,34 @@ class Histories:
 
     def message(self, turn: Turn, found: ParsedReply) -> Message:
         """A turn's reply as a message for the chat template. found: its parts."""
-        if found.faults or (found.calls and self.call_form is None):
+        calls = [*found.calls, *found.attempted]
+        if (found.faults and not found.attempted) or (calls and self.call_form is None):
             return self._as_written(turn)
-        if found.calls:
+        if calls:
             assert self.call_form is not None
-            message = self.call_form.turn(found.calls, found.content)
-        elif self._reads_reasoning:
+            # A call in channels has a text of its own nowhere.
+            content = "" if self._renderer.form.has_channels else found.content
+            message = self.call_form.turn(calls, content)
+        elif self._reasoning:
             message = {"role": "assistant", "content": found.content}
         else:
             return self._as_written(turn)
-        if self._reads_reasoning:
-            return message | {_REASONING: found.reasoning}
+        if self._reasoning:
+            return message | {self._reasoning: found.reasoning}
         if found.reasoning and (tags := self._renderer.tags):
             message["content"] = tags.around(found.reasoning) + (message["content"] or "")
         return message
+
+    def _with_names(self, messages: Sequence[Message], found: ParsedReply) -> list[Message]:
+        """The messages; those of tools without a name get that of the call that they answer."""
+        names = iter([call.name for call in (*found.calls, *found.attempted)])
+        named = []
+        for message in messages:
+            if message["role"] == "tool":
+                name = next(names, "unknown")
+                message = message | {"name": message.get("name") or name}
+            named.append(message)
+        return named
 
     def _as_written(self, turn: Turn) -> Message:
         """The whole text of a reply as content."""

@@ -297,6 +297,9 @@ class RenderConfig(Section):
 
     def system_prompt_of(self, format_check: str) -> str:
         """System prompt for a task's format check; empty: none."""
+        if self.tags.are_channels:
+            # The model writes them by itself, and no message can show its control tokens.
+            format_check = format_check.removeprefix("think_")
         text: str = getattr(self.system_prompts, format_check)
         return self.tags.fill(text if self.system_prompt is None else self.system_prompt)
 
@@ -309,7 +312,7 @@ class RenderConfig(Section):
         C++, for which no program is shown.
         """
         assert self.demonstrate != "auto", "for_model decides"
-        if self.system_prompt is not None or not self.demonstrate:
+        if self.system_prompt is not None or not self.demonstrate or self.tags.are_channels:
             return None
         if is_cpp and format_check in ("think_code", "code"):
             return None

@@ -7,6 +7,8 @@ from pydantic import model_validator
 from megatron_rl.config.section import Section
 
 _AUTO = "auto"
+ANSWER_CHANNEL = "<|channel|>final<|message|>"
+"""Begins the answer of a model whose thoughts and answer are messages of their own, as gpt-oss'."""
 
 
 class ThinkTags(Section):
@@ -30,6 +32,11 @@ class ThinkTags(Section):
     def is_none(self) -> bool:
         """Whether the model does not think."""
         return not self.open
+
+    @property
+    def are_channels(self) -> bool:
+        """Whether thoughts and answer are messages of their own, which the model was taught."""
+        return self.close.endswith(ANSWER_CHANNEL)
 
     def fill(self, text: str) -> str:
         """The text with the tags in place of {open} and {close}."""
@@ -84,7 +91,14 @@ def _pair(name: str, start: str = "<", end: str = ">") -> ThinkTags:
 
 HOUSE_TAGS = _pair("think")
 """Tags of models that have none of their own."""
-MODEL_TAGS = (_pair("THINK", "[", "]"), HOUSE_TAGS, _pair("think", "◁", "▷"), _pair("seed:think"))
+CHANNEL_TAGS = ThinkTags(
+    open="<|channel|>analysis<|message|>", close=f"<|end|><|start|>assistant{ANSWER_CHANNEL}"
+)
+"""gpt-oss': a message of thoughts ends, and another one begins."""
+MODEL_TAGS = (
+    _pair("THINK", "[", "]"), HOUSE_TAGS, _pair("think", "◁", "▷"), _pair("seed:think"),
+    CHANNEL_TAGS,
+)  # fmt: skip
 """Tags that chat templates and vocabularies are searched for, in this order."""
 KNOWN_TAGS = (*MODEL_TAGS, *map(_pair, ("thinking", "thought", "thoughts", "reasoning")))
 """Tags that other people's examples may have."""

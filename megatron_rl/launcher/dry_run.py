@@ -14,7 +14,7 @@ from rich.table import Table
 
 from megatron_rl.cli.command_line.printing import printable, say
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.thinking import in_tags
+from megatron_rl.config.thinking import ThinkTags, in_tags
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import prompts_of_run
 from megatron_rl.launcher import preflight
@@ -140,7 +140,7 @@ def grade_made_up(prompts: Sequence[Prompt], config: Config) -> list[TaskReport]
     format_checks = config.reward.format_checks
     rows: list[tuple[Prompt, Form, Rendered, Canned | None]] = []
     for prompt, seen in zip(prompts, rendered, strict=True):
-        form = taught(prompt.task) or find_form(seen.text, config.render.tags)
+        form = taught(prompt.task) or _asked_form(seen.text, config.render.tags)
         if config.render.form_known:
             form = form_of_check(format_checks[prompt.task])
         canned = make_canned(
@@ -168,6 +168,12 @@ def render_all(config: Config, prompts: list[Prompt]) -> list[Rendered]:
         ids = renderer.render(prompt.messages, 1, task=prompt.task, is_program=prompt.is_program)
         found.append(Rendered(renderer.decode(ids), renderer.tail(ids)))
     return found
+
+
+def _asked_form(text: str, tags: ThinkTags) -> Form:
+    """The form that a rendered prompt asks for. No prompt needs to ask for thoughts in channels."""
+    form = find_form(text, tags)
+    return form._replace(has_thoughts=form.has_thoughts or tags.are_channels)
 
 
 def _taught_forms(config: Config) -> Callable[[str], Form | None]:

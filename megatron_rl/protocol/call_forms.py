@@ -14,6 +14,8 @@ from megatron_rl.protocol.chat_template import ChatTemplate, RenderError, Tool, 
 QUESTION: Turn = {"role": "user", "content": "probe-question"}
 SHOWN_CHARACTERS = 80
 _BLANKS = re.compile(r"\s*")
+_RECEIVER = re.compile(r"(?P<name>[\w.-]+)[^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*<\|message\|>")
+_CHANNEL_ENDS = re.compile(r"<\|(?:end|call|return)\|>")
 _NAMED = re.compile(r"(?P<name>[\w.-]+)(?:\[CALL_ID\](?P<id>\w+))?\[ARGS\]")
 
 
@@ -151,6 +153,48 @@ class ArgsForm(NamedTuple):
             raise MalformedCall(f"name[ARGS]{{…}} must follow {self.opening}")
         value, end = read_json(text, found.end())
         return [WrittenCall(found["name"], value, found["id"] or "")], end
+
+
+class ChannelForm(NamedTuple):
+    """gpt-oss': a message to=functions.NAME, whose text is JSON and which ends the reply."""
+
+    opening: str = " to="
+    closing: str = "<|call|>"
+
+    @property
+    def starts(self) -> re.Pattern[str]:
+        """Finds the receiver of a message in its header."""
+        return re.compile(r" to=(?:functions\.)?")
+
+    def read(self, text: str, place: int) -> tuple[list[WrittenCall], int]:
+        """([call], place behind it) at a place behind "to=". Raises MalformedCall."""
+        found = _RECEIVER.match(text, place)
+        if not found:
+            raise MalformedCall("<|message|> must follow the name of a call")
+        value, end = read_json(text, found.end())
+        if text[end:].strip() not in ("", self.closing):
+            raise MalformedCall("the JSON of a call must be followed by nothing")
+        return [WrittenCall(found["name"], value)], len(text)
+
+
+class ChannelMessage(NamedTuple):
+    """A message of a reply in channels."""
+
+    header: str
+    """Its channel, and its receiver if it is a call."""
+    body: str
+
+
+def channel_messages(reply: str) -> list[ChannelMessage]:
+    """The messages of a reply behind <|start|>assistant, without what ends them."""
+    found = []
+    for text in reply.split("<|start|>assistant"):
+        header, start, body = text.partition("<|message|>")
+        if not start:
+            is_header = text.lstrip().startswith(("<|channel|>", "to="))
+            header, body = (text, "") if is_header else ("", text)
+        found.append(ChannelMessage(header, _CHANNEL_ENDS.sub("", body)))
+    return found
 
 
 def read_json(text: str, place: int) -> tuple[Any, int]:

@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import RenderConfig
-from megatron_rl.config.thinking import ThinkTags
+from megatron_rl.config.thinking import ANSWER_CHANNEL, CHANNEL_TAGS, ThinkTags
 
 Turn = dict[str, Any]
 """A message as templates take it: role, content, and what else they read, such as tool_calls."""
@@ -54,13 +54,23 @@ class AnswerForm(NamedTuple):
     """What a template writes around an answer."""
 
     lead: str = ""
-    """Spaces before it that are not part of the prompt."""
+    """Spaces before it that are not part of the prompt, or ANSWER_CHANNEL."""
     gap: str = ""
     """Spaces between the answer and `end`."""
     end: str = ""
     """The token that ends it; "": none."""
     rest: str = ""
     """Text after it that begins with no token of its own."""
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether thoughts, calls and answer are messages of their own, as gpt-oss'."""
+        return self.lead == ANSWER_CHANNEL
+
+    def around(self, answer: str) -> str:
+        """An answer with what the template writes before its end."""
+        lead = "" if answer.startswith(CHANNEL_TAGS.open) else self.lead
+        return f"{lead}{answer}{self.gap}"
 
 
 class ChatTemplate:
@@ -179,7 +189,7 @@ def find_answer_form(template: ChatTemplate, tokens: Iterable[str]) -> AnswerFor
     if not found:
         return AnswerForm()
     lead = before.removeprefix(prompt) if before.startswith(prompt) else ""
-    lead = "" if lead.strip() else lead
+    lead = "" if lead.strip() and lead != ANSWER_CHANNEL else lead
     text = behind.lstrip()
     begins = [token for token in tokens if token.strip() and text.startswith(token)]
     # What follows the last answer alone is no end of a turn: some templates open an answer always.

@@ -5,6 +5,7 @@
 | a JSON object, or one of a JSON list (`JsonForm`) | Qwen2.5, Qwen3, Llama 3, Mistral Nemo |
 | [TOOL_CALLS]name[ARGS]{…} (`ArgsForm`) | Ministral |
 | a name and JSON between texts (`TaggedForm`) | DeepSeek V3 |
+| a message to=functions.NAME (`ChannelForm`) | gpt-oss |
 | a name, and key and value between texts for each argument (`TaggedForm`) | Qwen3.5, GLM-4.5 |
 
 The texts of a `TaggedForm` are those in which renderings of one and of two calls, with one and with
@@ -25,6 +26,7 @@ from megatron_rl.protocol.call_forms import (
     QUESTION,
     ArgsForm,
     CallForm,
+    ChannelForm,
     JsonForm,
     MalformedCall,
     ToolCall,
@@ -136,7 +138,7 @@ class TaggedForm:
         return end
 
 
-Form = JsonForm | ArgsForm | TaggedForm
+Form = JsonForm | ArgsForm | ChannelForm | TaggedForm
 
 
 def _pattern(text: str) -> str:
@@ -233,9 +235,9 @@ def find_form(renderer: Renderer, form: CallForm, prompt: str) -> Form:
     )
 
 
-def _forms_of_json(reply: str) -> list[JsonForm | ArgsForm]:
+def _forms_of_json(reply: str) -> list[JsonForm | ArgsForm | ChannelForm]:
     """Forms that a rendered call may have."""
-    found: list[JsonForm | ArgsForm] = [ArgsForm()]
+    found: list[JsonForm | ArgsForm | ChannelForm] = [ArgsForm(), ChannelForm()]
     for begin in (place.start() for place in re.finditer(r"[\[{]", reply)):
         try:
             _, behind = read_json(reply, begin)

@@ -217,7 +217,7 @@ class Renderer:
 
     def render_response(self, text: str) -> list[int]:
         """Token ids of an answer as the chat template has it behind a prompt, with its end."""
-        return [*self.encode(f"{self.form.lead}{text}{self.form.gap}"), self.end_id]
+        return [*self.encode(self.form.around(text)), self.end_id]
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)

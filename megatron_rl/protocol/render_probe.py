@@ -169,7 +169,7 @@ def _describe_taught(renderer: Renderer, taught: Sequence[TaughtAnswer]) -> str:
             example = renderer.render_example(messages, written, task=task, is_program=is_program)
             response = example.response
             answer = {"role": "assistant", "content": response}
-            own = f"{renderer.template.render(turns)}{form.lead}{response}{form.gap}{form.end}"
+            own = f"{renderer.template.render(turns)}{form.around(response)}{form.end}"
             whole = renderer.template.render([*turns, answer], opens_answer=False)
         except RenderError:
             continue  # the cold start refuses it with the reason

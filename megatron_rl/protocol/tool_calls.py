@@ -5,6 +5,7 @@ be read or is not offered becomes a fault, a text that the model gets as the res
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,10 +14,12 @@ from megatron_rl.protocol.call_forms import (
     PROBE_TOOL,
     QUESTION,
     SHOWN_CHARACTERS,
+    ChannelForm,
     JsonForm,
     MalformedCall,
     ToolCall,
     WrittenCall,
+    channel_messages,
     find_call_form,
     read_json,
 )
@@ -39,6 +42,8 @@ class ParsedReply(NamedTuple):
     calls: list[ToolCall]
     faults: list[str]
     """Why further calls cannot be made, for the model to read."""
+    attempted: tuple[ToolCall, ...] = ()
+    """Those calls, without arguments, where results name the call that they answer."""
 
 
 HERMES = JsonForm("<tool_call>", "</tool_call>")
@@ -104,6 +109,8 @@ class ToolCallParser:
         """
         if tools and self.refusal:
             raise RenderError(self.refusal)
+        if isinstance(self.form, ChannelForm):
+            return self._parse_channels(text, tools)
         content: list[str] = []
         thoughts: list[str] = []
         calls: list[ToolCall] = []
@@ -119,24 +126,51 @@ class ToolCallParser:
             content.append(text[place : call.start() if call else len(text)])
             if not call:
                 break
-            if len(calls) + len(faults) >= MAX_CALLS:
-                faults.append(f"over {MAX_CALLS} calls in one reply: the others are not made")
+            if _are_too_many(calls, faults):
                 break
-            try:
-                written, place = self.form.read(text, call.end())
-            except MalformedCall as error:
-                faults.append(str(error))
-                place = self._find_next(text, call.end())
-                continue
-            if isinstance(self.form, TaggedForm) and self.form.behind_key:
-                written = [_typed(one, tools) for one in written]
-            for one in written:
-                fault = _find_fault(one, calls, tools)
-                if fault:
-                    faults.append(fault)
-                else:
-                    calls.append(ToolCall(one.name, one.arguments, one.id))
+            place = self._take_call(text, call.end(), tools, calls, faults)
         return ParsedReply("\n".join(thoughts), "".join(content).strip(), calls, faults)
+
+    def _parse_channels(self, text: str, tools: Sequence[Tool]) -> ParsedReply:
+        content: list[str] = []
+        thoughts: list[str] = []
+        calls: list[ToolCall] = []
+        faults: list[str] = []
+        attempted: list[ToolCall] = []
+        for header, body in channel_messages(text):
+            call = self._starts.search(header) if tools else None
+            if not call:
+                (thoughts if "analysis" in header else content).append(body.strip())
+                continue
+            if _are_too_many(calls, faults):
+                break
+            before = len(calls)
+            self._take_call(f"{header}<|message|>{body}", call.end(), tools, calls, faults)
+            if len(calls) == before:
+                name = re.match(r"[\w.-]*", header[call.end() :])
+                attempted.append(ToolCall(name[0] if name else "", {}))
+        said = "\n".join(filter(None, content))
+        return ParsedReply("\n".join(thoughts), said, calls, faults, tuple(attempted))
+
+    def _take_call(
+        self, text: str, place: int, tools: Sequence[Tool], calls: list[ToolCall],
+        faults: list[str],
+    ) -> int:  # fmt: skip
+        """Add the call behind an opening, or why it cannot be made; returns the place behind it."""
+        try:
+            written, end = self.form.read(text, place)
+        except MalformedCall as error:
+            faults.append(str(error))
+            return self._find_next(text, place)
+        if isinstance(self.form, TaggedForm) and self.form.behind_key:
+            written = [_typed(one, tools) for one in written]
+        for one in written:
+            fault = _find_fault(one, calls, tools)
+            if fault:
+                faults.append(fault)
+            else:
+                calls.append(ToolCall(one.name, one.arguments, one.id))
+        return end
 
     def _find_next(self, text: str, place: int) -> int:
         """The place behind a call that cannot be read."""
@@ -154,6 +188,14 @@ class ToolCallParser:
         end = text.find(self._tags.close, begin)
         thoughts.append(text[begin : end if end >= 0 else len(text)].strip())
         return end + len(self._tags.close) if end >= 0 else len(text)
+
+
+def _are_too_many(calls: Sequence[ToolCall], faults: list[str]) -> bool:
+    """Whether a reply may have no further call; then a fault says so."""
+    if len(calls) + len(faults) < MAX_CALLS:
+        return False
+    faults.append(f"over {MAX_CALLS} calls in one reply: the others are not made")
+    return True
 
 
 def _schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:

@@ -138,7 +138,7 @@ class Turns:
         offered = [self._tokens.mark_tool(tool, guard) for tool in tools]
         sentinel = f"probe{guard}reply"
         refusal = RenderError("")
-        for reply in self._replies(given, sentinel):
+        for reply in self._replies(marked, sentinel):
             try:
                 text = self._template.render([_PROBES["user"], reply, *marked], tools=offered)
             except RenderError as error:
@@ -161,7 +161,9 @@ class Turns:
         if self._calls is None or given[0]["role"] != "tool":
             return [plain]
         calls = [
-            ToolCall(_CALLED, {"probe_key": sentinel}, turn.get("tool_call_id", _ID))
+            ToolCall(
+                turn.get("name") or _CALLED, {"probe_key": sentinel}, turn.get("tool_call_id", _ID)
+            )
             for turn in given
             if turn["role"] == "tool"
         ]
@@ -241,7 +243,10 @@ class Turns:
             for reply, end in replies:
                 yield [*turns, {"role": "assistant", "content": reply}], end
             if given[0]["role"] == "tool" and self._calls:
-                yield [*turns, self._probe("c")], ""
+                # gpt-oss' template names the call behind it, as the message of the result does.
+                names_call = self._renderer.form.has_channels
+                call = _CALL._replace(name=_CALLED) if names_call else _CALL
+                yield [*turns, self._calls.turn([call])], ""
 
     def _probe(self, letter: str) -> Turn:
         if letter == "c" and self._calls:

@@ -6,7 +6,14 @@ import pytest
 
 from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.files import dump_toml, load_config
-from megatron_rl.config.thinking import HOUSE_TAGS, ThinkTags, continued, in_tags, without_thoughts
+from megatron_rl.config.thinking import (
+    CHANNEL_TAGS,
+    HOUSE_TAGS,
+    ThinkTags,
+    continued,
+    in_tags,
+    without_thoughts,
+)
 
 SQUARE = ThinkTags(open="[THINK]", close="[/THINK]")
 OWN = ThinkTags(open="((", close="))")
@@ -72,7 +79,9 @@ def test_an_environment_decides_the_reward_unless_the_task_has_a_comparison() ->
         load_config(None, [*given, "reward.tasks.game.format_check=box"])
 
 
-@pytest.mark.parametrize("tags", [HOUSE_TAGS, SQUARE, OWN], ids=lambda tags: tags.open)
+@pytest.mark.parametrize(
+    "tags", [HOUSE_TAGS, SQUARE, OWN, CHANNEL_TAGS], ids=lambda tags: tags.open
+)
 @pytest.mark.parametrize(
     "given",
     [
@@ -119,3 +128,12 @@ def test_an_example_continues_the_tags_that_its_prompt_ends_with(tail: str, resp
 )  # fmt: skip
 def test_a_served_models_thoughts_are_left_out(text: str, answer: str) -> None:
     assert without_thoughts(text) == answer
+
+
+def test_thoughts_in_a_channel_are_not_described_to_the_model() -> None:
+    """gpt-oss writes its channels by itself, and a message cannot show their tokens."""
+    given = [f"render.thinking.{end}={getattr(CHANNEL_TAGS, end)}" for end in ("open", "close")]
+    render = load_config(None, [*given, "render.demonstrate=true"]).render
+    assert render.system_prompt_of("think_box") == render.system_prompts.box
+    assert render.system_prompt_of("think_code") == render.system_prompts.code
+    assert render.demonstration_of("think_box") is None

@@ -9,7 +9,7 @@ from generation.conversation import ConversationTree, Rows
 from generation.engine import Completion
 from generation.histories import Histories
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.thinking import ThinkTags
+from megatron_rl.config.thinking import CHANNEL_TAGS, ThinkTags
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.types import VersionSpan
 from tests.protocol.real_templates import MODELS, open_model
@@ -77,19 +77,22 @@ def test_a_turn_asks_what_the_template_writes_for_all_messages(tmp_path: Path, n
     talk, words = Talk(renderer, history="template"), ["one", "two 🙂", "three"]
     opens_thought = whole(renderer, [user("?")])[-2:] == renderer.encode("<think>\n")
     thought = "hm\n</think>\n\n" if opens_thought else ""
+    if name == "gpt_oss":
+        thought = CHANNEL_TAGS.around("hm")
     messages: list[Any] = []
     for number, word in enumerate(words):
         messages.append(user(f"question {number}"))
         prompt = talk.say(messages[-1], thought + word, is_cut=number == 1)
         assert prompt == whole(renderer, messages)
-        if name == "qwen3.5":
-            messages.append(reply(word, reasoning_content="hm"))
+        if name in ("qwen3.5", "gpt_oss"):
+            key = "thinking" if name == "gpt_oss" else "reasoning_content"
+            messages.append(reply(word, **{key: "hm"}))
         else:
             messages.append(reply(f"<think>{thought}{word}" if opens_thought else word))
     rows = talk.tree.rows()
     assert talk.learnt(rows) == [thought + word for word in words]
     # These write earlier replies without thoughts; GLM-4.5 with empty ones.
-    drops = name in ("qwen3.5", "glm4.5", "deepseek_v3")
+    drops = name in ("qwen3.5", "glm4.5", "deepseek_v3", "gpt_oss")
     assert opens_thought == (name in ("qwen3.5", "deepseek_v3"))
     assert len(rows.row_starts) == (2 if drops else 0)
 
@@ -133,3 +136,47 @@ def test_calls_that_cannot_be_read_stay_as_they_were_written(tmp_path: Path) -> 
     talk.say(user("call it"), broken)
     prompt = renderer.tokenizer.decode(talk.say({"role": "tool", "content": "an error"}, "sorry"))
     assert broken in prompt and prompt.index(broken) < prompt.index("an error")
+
+
+@pytest.mark.parametrize("history", ["keep", "template"])
+def test_results_name_the_call_that_they_answer_in_channels(tmp_path: Path, history: str) -> None:
+    """What gpt-oss reads behind a call, a faulty call and an answer."""
+    renderer = open_model(tmp_path, "gpt_oss")
+    talk = Talk(renderer, history=history, tools=[TOOL])
+    # The call ends with its own token, the answer with another one.
+    call, end = (renderer.tokenizer.convert_tokens_to_ids(one) for one in ("<|call|>", "<|end|>"))
+    begins = (
+        f"{CHANNEL_TAGS.open}thought 1<|end|><|start|>assistant<|channel|>commentary to=functions."
+    )
+    replies = [
+        begins + 'look_up <|constrain|>json<|message|>{"word": "fig"}',
+        begins + 'look_down <|constrain|>json<|message|>{"word": "fig"}',
+        CHANNEL_TAGS.around("thought 2") + "a fruit",
+    ]
+    given = [
+        user("what is a fig?"), {"role": "tool", "content": "a fruit"},
+        {"role": "tool", "content": "Error: no such tool"}, user("thanks"),
+    ]  # fmt: skip
+    asked = []
+    for number, message in enumerate(given):
+        renderer.end_id = call if number < 2 else renderer.tokenizer.eos_token_id
+        asked.append(renderer.tokenizer.decode(talk.say(message, (replies + ["ok"])[number])))
+    result = (
+        "<|start|>functions.{} to=assistant<|channel|>commentary<|message|>{}<|end|>"
+        "<|start|>assistant"
+    )
+    assert asked[1].endswith("<|call|>" + result.format("look_up", '"a fruit"'))
+    assert asked[2].endswith("<|call|>" + result.format("look_down", '"Error: no such tool"'))
+    thanks = "<|start|>user<|message|>thanks<|end|><|start|>assistant"
+    if history == "keep":
+        prompt = asked[0]
+        for reply_text, behind in zip(replies, asked[1:], strict=True):
+            assert behind.startswith(prompt + reply_text)
+            prompt = behind
+        assert asked[3].endswith(f"a fruit<|return|><|end|>{thanks}")
+        assert talk.tree.rows().row_starts == []
+    else:
+        assert asked[3].endswith(f"<|channel|>final<|message|>a fruit<|end|>{thanks}")
+        # The thoughts of the calls are dropped once the answer is there.
+        assert "thought 1" in asked[2] and "thought" not in asked[3]
+        assert end in talk.tree.turns[-1].prompt

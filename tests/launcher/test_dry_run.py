@@ -12,7 +12,9 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import read_prompts
 from megatron_rl.launcher.dry_run import PROMPTS_PER_TASK, choose_prompts, grade_made_up
+from megatron_rl.launcher.thinking import decide_thinking
 from megatron_rl.protocol.types import ChatMessage, Prompt
+from tests.protocol.real_templates import open_model
 from tools.make_skills import Counts, make
 
 pytestmark = pytest.mark.usefixtures("forked_tokenizer_children")
@@ -82,6 +84,15 @@ def load(name: str, model: Path, prompts: Path, *overrides: str) -> Config:
 def problems_of(config: Config) -> dict[str, list[str]]:
     sets = read_prompts(config.prompts, config.run.seed).divide()
     return {r.task: r.problems for r in grade_made_up(choose_prompts(sets.all), config)}
+
+
+def test_a_model_that_thinks_in_a_channel_is_paid_without_being_told_to(
+    tmp_path: Path, prompts: Path
+) -> None:
+    open_model(tmp_path / "model", "gpt_oss")
+    config = decide_thinking(load("one_node", tmp_path / "model", prompts))
+    assert config.reward.format_checks["math"] == "think_box"
+    assert problems_of(config) == {"math": [], "code": []}
 
 
 SHIPPED = sorted(

@@ -1,4 +1,4 @@
-"""Think tags and format checks of six kinds of models, by their tokenizers' files."""
+"""Think tags and format checks of kinds of models, by their tokenizers' files."""
 
 import json
 from pathlib import Path
@@ -8,13 +8,14 @@ from tokenizers import AddedToken, Tokenizer
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml, load_config
-from megatron_rl.config.thinking import HOUSE_TAGS, ThinkTags
+from megatron_rl.config.thinking import CHANNEL_TAGS, HOUSE_TAGS, ThinkTags
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.thinking import decide_thinking, describe_thinking, end_of_prompt
 from megatron_rl.protocol.render import open_renderer
 from megatron_rl.protocol.types import ChatMessage, ScoreRequest
 from tests.launcher.test_dry_run import write_byte_tokenizer
+from tests.protocol.real_templates import TEMPLATES
 from verification.rules import RewardRules
 from verification.score import score
 
@@ -62,7 +63,7 @@ def load(model: Path, *given: str) -> Config:
     return load_config(None, [f'model.path="{model}"', 'render.system_prompt=""', *given])
 
 
-SIX = {
+MODELS = {
     # name: (template, added tokens, tags, end of a prompt, math's format check)
     "SmolLM2": (CHATML, (), NONE, "assistant\n", "box"),
     "Qwen2.5": (CHATML, ("<|im_start|>", "<tool_call>"), NONE, "assistant\n", "box"),
@@ -72,13 +73,15 @@ SIX = {
                       "<think>\n\n</think>\n\n", "box"),
     "Mistral": (MISTRAL, ("[THINK]", "[/THINK]"), SQUARE, "[/INST]", "think_box"),
     "R1": (R1, (), HOUSE_TAGS, "<think>\n", "think_box"),
+    "gpt-oss": ((TEMPLATES / "gpt_oss.jinja").read_text(), ("<|start|>", "<|channel|>"),
+                CHANNEL_TAGS, "<|start|>assistant", "think_box"),
 }  # fmt: skip
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", SIX)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_models_files_decide_about_its_thoughts(name: str, tmp_path: Path) -> None:
-    template, tokens, tags, tail, format_check = SIX[name]
+    template, tokens, tags, tail, format_check = MODELS[name]
     config = load(make(tmp_path / "model", template, *tokens, special=True))
     assert end_of_prompt(config).endswith(tail)
     decided = decide_thinking(config)

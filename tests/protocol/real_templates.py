@@ -77,6 +77,14 @@ MODELS = {
         ("</s>",),
         bos="<s>",
     ),
+    "gpt_oss": Model(
+        (
+            "<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>",
+            "<|start|>", "<|end|>", "<|message|>", "<|call|>",
+        ),
+        ("<|return|>", "<|endoftext|>", "<|call|>"),
+        bos="<|startoftext|>",
+    ),
     "hostile": _QWEN_MODEL,
 }  # fmt: skip
 

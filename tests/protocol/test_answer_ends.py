@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.thinking import CHANNEL_TAGS
 from megatron_rl.protocol.render import Conversation, stop_ids
 from megatron_rl.protocol.render_probe import TaughtAnswer, probe_renderer
 from megatron_rl.protocol.types import ChatMessage
+from tests.protocol.real_templates import open_model
 from tests.protocol.template_families import (
     ASK,
     CHATML,
@@ -20,6 +22,7 @@ from tests.protocol.template_families import (
     prompt_ids,
     write_family,
 )  # fmt: skip
+from verification.format import think_box
 
 THOUGHT = "<think>\n1 + 11\n</think>\n\nIt is 12"
 
@@ -173,3 +176,21 @@ def test_ends_of_sequence_are_those_of_both_files(tmp_path: Path) -> None:
     assert stop_ids(tmp_path, 3) == (3, 7, 9)
     (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": 5}}')
     assert stop_ids(tmp_path, None) == (5, 7, 9)
+
+
+def test_an_answer_in_channels_is_taught_as_the_template_writes_it(tmp_path: Path) -> None:
+    renderer = open_model(tmp_path, "gpt_oss")
+    renderer.tags = CHANNEL_TAGS
+    asked = [{"role": "user", "content": "2 + 3?"}]
+    prompt = renderer.template.render(asked)
+    for response, more in (("<think>hm</think>5", {"thinking": "hm"}), ("5", {})):
+        answer = {"role": "assistant", "content": "5", **more}
+        whole = renderer.template.render([*asked, answer], opens_answer=False)
+        example = renderer.render_example([ChatMessage("user", "2 + 3?")], response, task="sums")
+        assert renderer.tokenizer.decode(example.prompt_ids) == prompt
+        assert [*example.prompt_ids, *example.response_ids] == renderer.encode(whole)
+        assert whole.endswith("5<|return|>")
+        found = think_box(
+            renderer.decode(example.response_ids).replace("5", "\\boxed{5}"), "", CHANNEL_TAGS
+        )
+        assert (found.answer, found.thoughts) == (("5", "hm") if more else ("", ""))

@@ -12,7 +12,7 @@ from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.tool_calls import ToolCallParser, describe_tools
 from tests.protocol.real_templates import open_model
 
-WRITERS = ("qwen2.5", "qwen3", "mistral_nemo", "ministral3", "llama3.2", "deepseek_v3")
+WRITERS = ("qwen2.5", "qwen3", "mistral_nemo", "ministral3", "llama3.2", "deepseek_v3", "gpt_oss")
 """Templates that write the arguments as JSON."""
 TEXTS = (
     "", "a", '"', "\\", "\n", "\r\n", "\t", "日本語", "مرحبا", "🙂", "e\u0301", "\u2028", "{", "}]",
@@ -28,6 +28,7 @@ def tool(name: str, properties: Any, required: list[str], **more: Any) -> dict[s
     return {"type": "function", "function": function}
 
 
+CHANNEL = "<|channel|>"
 TOOLS = [
     tool("look_up", {"word": {"type": "string"}, "deep": {"type": "object"}}, ["word"]),
     tool("now", {}, []),
@@ -117,7 +118,7 @@ def test_calls_that_a_template_writes_are_read_again(
 ) -> None:
     renderer, rng = renderers[name], random.Random(7)
     for _ in range(300):
-        calls = random_calls(rng, 1 if name == "llama3.2" else 3)
+        calls = random_calls(rng, 1 if name in ("llama3.2", "gpt_oss") else 3)
         # What an engine samples: tokens, the last of which ends the reply.
         reply = renderer.decode(renderer.encode(written(renderer, calls)))
         parsed = parsers[name].parse(reply, TOOLS)
@@ -217,6 +218,14 @@ def test_what_is_wrong_with_a_call_is_told_to_the_model(
         ("llama3.2", '{"name": "now", "parameters": {}} then', 0, ["followed by nothing"]),
         ("llama3.2", '{"name": "now"}', 0, ['a call is {"name": …, "parameters": {…}}']),
         ("llama3.2", '{"answer": 12}', 0, []),
+        ("gpt_oss", f"{CHANNEL}commentary to=functions.now <|constrain|>json<|message|>{{}}", 1,
+         []),
+        ("gpt_oss", " to=functions.now<|channel|>commentary json<|message|>{}", 1, []),
+        ("gpt_oss", f"{CHANNEL}commentary to=now<|message|>{{}}", 1, []),
+        ("gpt_oss", f"{CHANNEL}commentary to=functions.now", 0, ["no JSON"]),
+        ("gpt_oss", f"{CHANNEL}commentary to=python code<|message|>1 + 1", 0, ["followed by"]),
+        ("gpt_oss", f"{CHANNEL}commentary to=python<|message|>{{}}", 0, ["there is no tool"]),
+        ("gpt_oss", f"{CHANNEL}final<|message|>write to=functions.now", 0, []),
     ],
 )  # fmt: skip
 def test_other_forms_have_the_same_faults(
@@ -227,17 +236,33 @@ def test_other_forms_have_the_same_faults(
     assert all(expected in found for found, expected in zip(parsed.faults, faults, strict=True))
 
 
+def test_messages_in_channels_are_thoughts_answers_or_calls(
+    parsers: dict[str, ToolCallParser],
+) -> None:
+    parse = parsers["gpt_oss"].parse
+    thought = f"{CHANNEL}analysis<|message|>to=functions.now{{}}<|end|><|start|>assistant"
+    call = f"{CHANNEL}commentary to=functions.now <|constrain|>json<|message|>{{}}"
+    thoughts = "to=functions.now{}"
+    assert parse(f"{thought}{CHANNEL}final<|message|>No.", TOOLS) == (thoughts, "No.", [], [], ())
+    assert parse(thought[: -len("<|end|><|start|>assistant")], TOOLS)[:2] == (thoughts, "")
+    said = f"{CHANNEL}commentary<|message|>I look.<|end|><|start|>assistant"
+    found = parse(f"{thought}{said}{call}", TOOLS)
+    assert found[:3] == (thoughts, "I look.", [("now", {}, "")]) and not found.faults
+    # Without tools a call is content; a text without channels is one as well.
+    assert parse(call, [])[1:3] == ("{}", []) and parse("No.", TOOLS).content == "No."
+    unknown = parse(call.replace("now", "then"), TOOLS)
+    assert unknown.attempted == (("then", {}, ""),) and "no tool" in unknown.faults[0]
+    many = parse("<|start|>assistant".join([call] * 100), TOOLS)
+    assert len(many.calls) == 1 and len(many.faults) == 64 and "over 64 calls" in many.faults[-1]
+
+
 def test_calls_are_read_only_outside_of_thoughts(parsers: dict[str, ToolCallParser]) -> None:
     parse = parsers["qwen3"].parse
     call = hermes(GOOD)
-    assert parse(f"<think>\nmaybe {call}\n</think>\n\nNo.", TOOLS) == (
-        f"maybe {call}",
-        "No.",
-        [],
-        [],
-    )
+    whole = parse(f"<think>\nmaybe {call}\n</think>\n\nNo.", TOOLS)
+    assert whole == (f"maybe {call}", "No.", [], [], ())
     unclosed = parse(f"<think>\nmaybe {call}", TOOLS)
-    assert unclosed == (f"maybe {call}", "", [], [])
+    assert unclosed == (f"maybe {call}", "", [], [], ())
     again = parse(f"<think>a</think>b{call}c<think>d{call}", TOOLS)
     assert (again.reasoning, again.content, len(again.calls)) == (f"a\nd{call}", "bc", 1)
     # A thought within an argument is text.
@@ -250,7 +275,7 @@ def test_a_prompt_may_open_the_thought(tmp_path: Any) -> None:
     template = chat_template("{{ '<tool_call>' + c.function | tojson }}</tool_call>", "<think>\\n")
     parser = ToolCallParser(open_model(tmp_path / "model", "qwen3", template=template))
     call = hermes(GOOD)
-    assert parser.parse(f"hm {call}", TOOLS) == (f"hm {call}", "", [], [])
+    assert parser.parse(f"hm {call}", TOOLS) == (f"hm {call}", "", [], [], ())
     parsed = parser.parse(f"hm {call}\n</think>\n\n{call}", TOOLS)
     assert parsed.reasoning == f"hm {call}" and len(parsed.calls) == 1 and not parsed.faults
 
@@ -272,6 +297,6 @@ def test_a_template_without_calls_has_an_assumed_form_and_an_unknown_form_is_ref
     template = chat_template("{{ '<call id=' + c.id + '>' }}{{ c.function.arguments | tojson }}")
     parser = ToolCallParser(open_model(tmp_path / "unknown", "qwen3", template=template))
     assert "<call id=probe0123>" in parser.refusal and parser.refusal in parser.note
-    assert parser.parse("<tool_call>x", []) == ("", "<tool_call>x", [], [])
+    assert parser.parse("<tool_call>x", []) == ("", "<tool_call>x", [], [], ())
     with pytest.raises(RenderError, match="no form is found"):
         parser.parse("x", TOOLS)
