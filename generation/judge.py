@@ -2,7 +2,7 @@
 
 Used by the scorer process. Environments send texts; they are rendered by the judge's own chat
 template, in which no text can forge a control token (`protocol/control_tokens.py`). A judge is
-greedy and frozen, so an answer is kept and given again.
+frozen, so an answer is kept and given again; a request at a temperature says which draw it is.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class Judge:
         except RenderError as error:
             raise RequestRefused(f"the judge's chat template: {error}") from error
         if not request.verdicts:
-            return Judged(0, [], await self._write(prompt, request.max_tokens))
+            return Judged(0, [], await self._write(prompt, request))
         if len(request.verdicts) > MOST_VERDICTS:
             raise RequestRefused(f"{len(request.verdicts)} verdicts, allowed are {MOST_VERDICTS}")
         replies = [self._renderer.encode(verdict) for verdict in request.verdicts]
@@ -67,9 +67,9 @@ class Judge:
         async with self._room:
             return sum(await self._engine.logprobs([*prompt, *reply], len(prompt)))
 
-    async def _write(self, prompt: list[int], max_tokens: int) -> str:
-        self._check(prompt, max_tokens)
-        sampling = Sampling(max_tokens, 0.0)
+    async def _write(self, prompt: list[int], request: JudgeRequest) -> str:
+        self._check(prompt, request.max_tokens)
+        sampling = Sampling(request.max_tokens, request.temperature)
         async with self._room, aclosing(self._engine.generate(prompt, sampling, [0])) as answers:
             async for completion in answers:
                 return self._renderer.decode(completion.token_ids)

@@ -63,7 +63,9 @@ class JudgeClient:
         """The judge's answer. Raises EnvironmentFailed if there is none in time."""
         messages = [ChatMessage(one["role"], one["content"]) for one in asked.messages]
         number = next(self._numbers)
-        request = JudgeRequest(number, messages, asked.verdicts, asked.max_tokens)
+        request = JudgeRequest(
+            number, messages, asked.verdicts, asked.max_tokens, asked.temperature, asked.draw
+        )
         async with self._room:
             self._waiting[number] = asyncio.get_running_loop().create_future()
             try:

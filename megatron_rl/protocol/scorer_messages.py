@@ -49,6 +49,10 @@ class JudgeRequest(msgspec.Struct, frozen=True, tag="JudgeRequest"):
     """Whole replies whose logprobs are wanted; []: the judge writes its reply."""
     max_tokens: Count
     """Of a written reply."""
+    temperature: Finite = 0.0
+    """Of a written reply; 0: greedy."""
+    draw: Id = 0
+    """Equal requests with another draw may have another reply."""
 
 
 class Judged(msgspec.Struct, frozen=True, tag="Judged"):

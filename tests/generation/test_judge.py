@@ -196,6 +196,24 @@ def test_the_same_question_is_asked_of_the_engine_once(serving: Callable[[Work],
     serving(ask)
 
 
+def test_a_reply_is_sampled_for_each_draw_and_kept(serving: Callable[[Work], None]) -> None:
+    """As an opponent's turns are: the same draw is the same reply, also for another member."""
+    asked = [
+        JudgeInput([{"role": "user", "content": "your turn"}], [], 8, temperature, draw)
+        for temperature, draw in ((0.0, 0), *((1.0, draw) for draw in range(8)))
+    ]
+    found: list[list[str]] = []
+
+    async def ask(client: JudgeClient, engine: CountedEngine) -> None:
+        for _ in range(2):
+            found.append([(await client.ask(one)).text for one in asked])
+
+    serving(ask)
+    assert found[0] == found[1]
+    # Of a random model's 3,008 tokens all are about as likely.
+    assert len(set(found[0])) == len(asked)
+
+
 def test_a_judge_answers_although_the_first_message_of_every_kind_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

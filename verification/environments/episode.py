@@ -54,6 +54,8 @@ STOPPED_LOOK_S = 1.0
 """Time between two looks at a stopped clock."""
 MAX_REPORT_BYTES = 1 << 16
 MAX_REASON_CHARS = 1000
+MAX_TEMPERATURE, MAX_DRAW = 100.0, 1 << 48
+"""Of a request to the judge."""
 _PLACE = re.compile(r"most recent call first\):\n\s*(File .*)")
 
 Answer = Callable[[Say], Awaitable[Reply]]
@@ -266,7 +268,10 @@ def _read_judge(message: dict[str, Any]) -> tuple[int, JudgeInput]:
     except TypeError as error:
         raise _malformed(error) from error
     if not (
-        all(type(count) is int and count >= 0 for count in (number, asked.max_tokens))
+        all(type(count) is int and count >= 0 for count in (number, asked.max_tokens, asked.draw))
+        and type(asked.temperature) in (int, float)
+        and 0 <= asked.temperature <= MAX_TEMPERATURE
+        and asked.draw < MAX_DRAW
         and isinstance(asked.messages, list)
         and all(map(is_message, asked.messages))
         and isinstance(asked.verdicts, list)

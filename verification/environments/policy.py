@@ -24,6 +24,7 @@ import itertools
 import json
 import math
 import numbers
+import random
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -160,6 +161,9 @@ class JudgeInput:
     verdicts: list[str]
     """Whole replies whose logprobs are wanted; []: the judge writes its reply."""
     max_tokens: int
+    temperature: float = 0.0
+    """Of a written reply; 0: greedy."""
+    draw: int = 0  # Equal requests with another draw may have another reply.
 
 
 @dataclass(frozen=True)
@@ -279,17 +283,19 @@ class Policy:
         """
         if not verdicts:
             raise ValueError("the judge needs at least one verdict")
-        return (await self._ask_judge(messages, verdicts, 0)).logprobs
+        return (await self._ask_judge(messages, list(verdicts), 0)).logprobs
 
-    async def judge_reply(self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int) -> str:
-        """What the judge writes, greedily. Raises as `judge`."""
-        return (await self._ask_judge(messages, (), max_tokens)).text
+    async def judge_reply(
+        self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, temperature: float = 0.0
+    ) -> str:
+        """What the judge writes; temperature 0: greedily. Raises as `judge`."""
+        # The members of a group draw the same, as `random` is seeded.
+        draw = random.getrandbits(48) if temperature else 0
+        return (await self._ask_judge(messages, [], max_tokens, temperature, draw)).text
 
-    async def _ask_judge(
-        self, messages: Sequence[Mapping[str, Any]], verdicts: Sequence[str], max_tokens: int
-    ) -> Verdict:
-        asked = JudgeInput([_checked(dict(one)) for one in messages], list(verdicts), max_tokens)
-        verdict: Verdict = await self._request("judge", asdict(asked))
+    async def _ask_judge(self, messages: Sequence[Mapping[str, Any]], *asked: Any) -> Verdict:
+        request = JudgeInput([_checked(dict(one)) for one in messages], *asked)
+        verdict: Verdict = await self._request("judge", asdict(request))
         if verdict.refusal:
             raise JudgeRefused(verdict.refusal)
         return verdict

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import re
 import signal
@@ -29,7 +30,14 @@ from tests.verification.environments.running import (
 from verification.environments.episode import Clock
 from verification.environments.host import EnvironmentHost
 from verification.environments.keeper import MAX_LOGGED_BYTES
-from verification.environments.policy import Outcome, PolicyLimit, Reply, Say
+from verification.environments.policy import (
+    JudgeInput,
+    Outcome,
+    PolicyLimit,
+    Reply,
+    Say,
+    Verdict,
+)
 from verification.environments.settings import EnvironmentFailed
 
 TURN_TIMEOUT_S = 4.0
@@ -38,6 +46,7 @@ SAY = {
     "say": 1, "chat": 1, "parent": None, "parent_turns": 0, "messages": [], "tools": [],
     "max_tokens": None,
 }  # fmt: skip
+JUDGE = {"judge": 1, "messages": [], "verdicts": ["Yes"], "max_tokens": 0}
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -47,7 +56,7 @@ class Hostile(Running):
     def start(self, name: str, entry: Any = None, **fields: Any) -> Coroutine[Any, Any, Outcome]:
         """An episode that gets no turn."""
         task = prompt(task=name, entry=entry, **fields)
-        return self.host.run("hostile:named", task, self._refuse)
+        return self.host.run("hostile:named", task, self._refuse, judge=self._judge)
 
     def failure(self, name: str, entry: Any = None) -> tuple[str, str]:
         """(kind, reason) of an episode's failure."""
@@ -60,6 +69,10 @@ class Hostile(Running):
         """A policy that reached its limit, at once or later."""
         await asyncio.sleep(say.max_tokens or 0)
         raise PolicyLimit("out_of_tokens")
+
+    @staticmethod
+    async def _judge(asked: JudgeInput) -> Verdict:
+        return Verdict([], "", "none is there")
 
     def log(self) -> str:
         """The log so far."""
@@ -115,6 +128,9 @@ def test_what_an_environment_does_wrong_has_its_kind_and_place(
         {**SAY, "chat": -1}, {**SAY, "chat": 1.0}, {**SAY, "messages": ["x"]},
         {**SAY, "messages": [{"role": "user"}]}, {**SAY, "tools": {}}, {**SAY, "more": 1},
         {**SAY, "parent": 0, "parent_turns": 1},
+        {**JUDGE, "temperature": -0.1}, {**JUDGE, "temperature": math.nan},
+        {**JUDGE, "temperature": True}, {**JUDGE, "draw": -1}, {**JUDGE, "draw": 1 << 48},
+        {**JUDGE, "verdicts": [1]}, {**JUDGE, "messages": [1]}, {**JUDGE, "more": 1},
     ],
 )  # fmt: skip
 def test_malformed_messages_are_refused(hostile: Hostile, message: dict[str, Any]) -> None:
