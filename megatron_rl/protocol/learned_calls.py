@@ -4,7 +4,7 @@
 |---|---|
 | a JSON object, or one of a JSON list (`JsonForm`) | Qwen2.5, Qwen3, Llama 3, Mistral Nemo |
 | [TOOL_CALLS]name[ARGS]{…} (`ArgsForm`) | Ministral |
-| a name and JSON between texts (`TaggedForm`) | DeepSeek V3 |
+| a name and JSON between texts (`TaggedForm`) | DeepSeek V3, Kimi K2 |
 | a message to=functions.NAME (`ChannelForm`) | gpt-oss |
 | a name, and key and value between texts for each argument (`TaggedForm`) | Qwen3.5, GLM-4.5 |
 
@@ -14,7 +14,7 @@ two arguments, agree and differ. A form counts as found only if it reads all the
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -37,7 +37,9 @@ from megatron_rl.protocol.chat_template import RenderError
 from megatron_rl.protocol.render import Renderer
 
 _PIECE = re.compile(r"<[^<>\s]*>?|\[[^\[\]\s]*\]?|\s+|[^<\[\s]+")
-_NAME = re.compile(r"\s*([\w.-]+)")
+_NAME = re.compile(r"\s*(?P<name>[\w.-]+)(?P<id>)")
+_NUMBERED = re.compile(r"\s*(?P<id>functions\.(?P<name>[\w.-]+):\d+)")
+"""Kimi's names, which are the ids of calls as well."""
 _KEY, _VALUE = PROBE.arguments.copy().popitem()
 _KEY_2, _VALUE_2 = "probe_other", "probe-text"
 _PROBES = (
@@ -64,6 +66,8 @@ class TaggedForm:
     behind_key: str = ""
     behind_value: str = ""
     """Of each argument; all "": the arguments are one JSON object."""
+    name: re.Pattern[str] = _NAME
+    """Finds a name, and the id of the call if it has one."""
 
     @property
     def opening(self) -> str:
@@ -98,13 +102,15 @@ class TaggedForm:
             place = self._skip(self.again, text, place)
 
     def _read_call(self, text: str, place: int) -> tuple[WrittenCall, int]:
-        found = _NAME.match(text, place)
+        found = self.name.match(text, place)
         if not found:
-            raise MalformedCall(f"a name must follow {self.before.strip()}")
+            form = "functions.NAME:NUMBER" if self.name is _NUMBERED else "a name"
+            raise MalformedCall(f"{form} must follow {self.before.strip()}")
         place = self._skip(self.behind_name, text, found.end())
         if not self.behind_key:
             value, place = read_json(text, place)
-            return WrittenCall(found[1], value), self._skip(self.behind_call, text, place)
+            call = WrittenCall(found["name"], value, found["id"])
+            return call, self._skip(self.behind_call, text, place)
         arguments: dict[str, Any] = {}
         while (begin := _find(self.before_key, text, place)) >= 0:
             key = self._key_end.search(text, begin)
@@ -116,7 +122,8 @@ class TaggedForm:
             if name in arguments:
                 raise MalformedCall(f"the argument {name} is given twice")
             arguments[name] = text[key.end() : value.start()]
-        return WrittenCall(found[1], arguments), self._skip(self.behind_call, text, place)
+        call = WrittenCall(found["name"], arguments, found["id"])
+        return call, self._skip(self.behind_call, text, place)
 
     @cached_property
     def _key_end(self) -> re.Pattern[str]:
@@ -223,9 +230,11 @@ def find_form(renderer: Renderer, form: CallForm, prompt: str) -> Form:
             return one
     try:
         replies = [written(calls) for calls in _PROBES]
-        learned = _learn(*replies[:3])
+        learned = _learn(*(_NUMBERED.sub(r"\g<name>", reply) for reply in replies[:3]))
     except RenderError:
         learned = None
+    if learned and _NUMBERED.search(reply):
+        learned = replace(learned, name=_NUMBERED)
     if learned and all(map(_reads, [learned] * len(_PROBES), replies, _PROBES)):
         return learned
     raise InputError(

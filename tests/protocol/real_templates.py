@@ -85,6 +85,14 @@ MODELS = {
         ("<|return|>", "<|endoftext|>", "<|call|>"),
         bos="<|startoftext|>",
     ),
+    "kimi_k2": Model(
+        (
+            "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>",
+            "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>", "<|tool_call_end|>", "[BOS]", "[EOS]",
+        ),
+        ("<|im_end|>", "[EOS]"),
+    ),
     "hostile": _QWEN_MODEL,
 }  # fmt: skip
 

@@ -12,7 +12,8 @@ from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.tool_calls import ToolCallParser, describe_tools
 from tests.protocol.real_templates import open_model
 
-WRITERS = ("qwen2.5", "qwen3", "mistral_nemo", "ministral3", "llama3.2", "deepseek_v3", "gpt_oss")
+WRITERS = ("qwen2.5", "qwen3", "mistral_nemo", "ministral3", "llama3.2", "deepseek_v3", "gpt_oss",
+           "kimi_k2")  # fmt: skip
 """Templates that write the arguments as JSON."""
 TEXTS = (
     "", "a", '"', "\\", "\n", "\r\n", "\t", "日本語", "مرحبا", "🙂", "e\u0301", "\u2028", "{", "}]",
@@ -29,6 +30,8 @@ def tool(name: str, properties: Any, required: list[str], **more: Any) -> dict[s
 
 
 CHANNEL = "<|channel|>"
+KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>functions."
+KIMI_ARGUMENTS, KIMI_END = "<|tool_call_argument_begin|>", "<|tool_calls_section_end|>"
 TOOLS = [
     tool("look_up", {"word": {"type": "string"}, "deep": {"type": "object"}}, ["word"]),
     tool("now", {}, []),
@@ -225,6 +228,8 @@ def test_what_is_wrong_with_a_call_is_told_to_the_model(
         ("gpt_oss", f"{CHANNEL}commentary to=functions.now", 0, ["no JSON"]),
         ("gpt_oss", f"{CHANNEL}commentary to=python code<|message|>1 + 1", 0, ["followed by"]),
         ("gpt_oss", f"{CHANNEL}commentary to=python<|message|>{{}}", 0, ["there is no tool"]),
+        ("kimi_k2", f"{KIMI}now:0{KIMI_ARGUMENTS}{{}}<|tool_call_end|>{KIMI_END}", 1, []),
+        ("kimi_k2", f"{KIMI}now{KIMI_ARGUMENTS}{{}}", 0, ["functions.NAME:NUMBER must follow"]),
         ("gpt_oss", f"{CHANNEL}final<|message|>write to=functions.now", 0, []),
     ],
 )  # fmt: skip

@@ -7,12 +7,14 @@ turn, all open at once (256; with --quick 64). One process holds them, as a gene
 |---|---|
 | agents | generation/episodes.py: an environment's process for each conversation, texts, records |
 | bare | the same calls of the engine in a plain loop, whose given tokens are known beforehand |
-| slow | agents, at most 64 open at once, whose environments wait 0.1 to 5 s in each turn |
+| slow | 256 agents, 64 open at once, whose environments wait 0.1 to 5 s between two turns |
 
 turns_per_s: medians over repeats, whose order alternates. over_bare: agents over bare.
 cached_share: tokens of earlier turns that later ones took from the prefix cache. busy_over: share
-of time with a request in the engine, in `slow` over `agents`. Unfair: no training or weight sync
-runs meanwhile; the model is small, so that processes weigh more than with larger ones.
+of time with a request in the engine, in `slow` over `agents`. In a run others follow the last
+conversations, so the time in which fewer are open than may be does not count. Unfair: no training
+or weight sync runs meanwhile; the model is small, so that processes weigh more than with larger
+ones.
 
 Progress goes to stderr; the last line on stdout is one JSON object.
 """
@@ -53,11 +55,12 @@ from verification.environments import Outcome
 
 async def talk(prompt, policy, waits=False):
     chat = policy.chat(prompt.messages)
-    for turn in range({TURNS}):
-        await chat.say(max_tokens={NEW_TOKENS})
+    await chat.say(max_tokens={NEW_TOKENS})
+    for turn in range({TURNS - 1}):
         if waits:
             await asyncio.sleep(random.uniform(0.1, 5.0))
         chat.add("user", f"Turn {{turn}}: tell me more about that, please.")
+        await chat.say(max_tokens={NEW_TOKENS})
     return Outcome(1.0, "done")
 
 async def slow(prompt, policy):
@@ -133,14 +136,17 @@ class Bench:
             episodes = Episodes(work, Environments({"talk": f"bench_agents_talk:{name}"}, host))
             started = time.perf_counter()
             activity.start(time.monotonic())
-            found = [one async for one in episodes.rollouts(self._lease(conversations))]
+            found, full = [], activity.report(time.monotonic())
+            async for one in episodes.rollouts(self._lease(conversations)):
+                if len(found) <= max(0, conversations - most_open):
+                    full = activity.report(time.monotonic())
+                found.append(one)
             seconds = time.perf_counter() - started
         rollouts = [one for one in found if isinstance(one, Rollout)]
         assert len(rollouts) == conversations, found
-        figures = activity.report(time.monotonic())
         return Sample(
             seconds,
-            figures.busy_s / (figures.busy_s + figures.idle_s),
+            full.busy_s / (full.busy_s + full.idle_s),
             counting.cached_tokens / sum(map(known_tokens, rollouts)),
             rollouts,
         )
@@ -199,7 +205,7 @@ async def measure(folder: Path, conversations: int, repeats: int) -> dict[str, A
             ours.append(await bench.agents("talk", conversations))
             bare.append(await bench.bare(ours[-1]))
             say(f"agents {ours[-1].seconds:.1f} s, bare {bare[-1]:.1f} s")
-        slow = await bench.agents("slow", conversations, SLOW_OPEN)
+        slow = await bench.agents("slow", CONVERSATIONS, SLOW_OPEN)
         say(f"slow {slow.seconds:.1f} s, busy {slow.busy_share:.3f}")
     finally:
         await engine.close()
