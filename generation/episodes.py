@@ -314,7 +314,10 @@ class Episodes:
     ) -> Completion:
         """The engine's reply of a turn. Raises EngineError."""
         sampling = msgspec.structs.replace(
-            lease.sampling, max_new_tokens=turn.most_tokens, choices_from=turn.choices_from
+            lease.sampling,
+            max_new_tokens=turn.most_tokens,
+            choices_from=turn.choices_from,
+            is_turn=True,
         )
         if seeds := lease.sampling.draw_seeds:
             own = seeds[lease.indices.index(index)] + tree.turns.index(turn)

@@ -50,6 +50,7 @@ def direct_request(
         extra_key=prefix_key,
         returns_expert_choices=setup.returns_expert_choices,
         choices_from=sampling.choices_from,
+        is_turn=sampling.is_turn,
     )
 
 
@@ -141,7 +142,7 @@ class DirectRequests(asyncio.Protocol):
 
         request: this method sets its names. deadline: event loop time. Raises EngineError.
         """
-        names = names_of(next(self._numbers), len(indices))
+        names = names_of(next(self._numbers), len(indices), is_turn=request.is_turn)
         running = dict(zip(names, indices, strict=True))
         waiting = _Waiting()
         self._waiting |= dict.fromkeys(running, waiting)

@@ -19,6 +19,8 @@ DETERMINISTIC_VARIABLE = "MEGATRON_RL_DETERMINISTIC"
 tokens and logprobs whatever else runs."""
 NAME_PREFIX = "mrl-"
 """Prefix of our request names; SGLang's own names lack it."""
+TURN_PREFIX = f"{NAME_PREFIX}turn-"
+"""Prefix of those whose reply another request will continue."""
 FIRST_SUFFIX = "-0."
 """Suffix of the name of the first completion of a request."""
 _LENGTH = struct.Struct("<I")
@@ -48,6 +50,8 @@ class Generate(msgspec.Struct, frozen=True, tag="Generate"):
     """As in Sampling."""
     seeds: list[Id] = []
     """Seed of each name, to draw its tokens; []: all draw from one stream."""
+    is_turn: bool = False
+    """As in Sampling."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="Abort"):
@@ -81,9 +85,10 @@ order_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Generate |
 ended_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(list[Ended])
 
 
-def names_of(number: int, count: int) -> list[str]:
+def names_of(number: int, count: int, *, is_turn: bool = False) -> list[str]:
     """Names of the completions of request `number`."""
-    return [f"{NAME_PREFIX}{number}-{place}." for place in range(count)]
+    prefix = TURN_PREFIX if is_turn else NAME_PREFIX
+    return [f"{prefix}{number}-{place}." for place in range(count)]
 
 
 def pack(message: msgspec.Struct | list[Ended]) -> bytes:

@@ -31,6 +31,8 @@ class Sampling(msgspec.Struct, frozen=True):
     choices_from: Count = 0
     """First token whose expert choices are wanted (train.router_replay): an earlier reply of the
     conversation brought those before it."""
+    is_turn: bool = False
+    """A turn of a conversation: the next one continues its prompt and its reply."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True):

@@ -71,7 +71,7 @@ def in_s(seconds: float) -> float:
 
 
 def test_no_name_begins_another() -> None:
-    names = [*names_of(1, 12), *names_of(11, 2)]
+    names = [*names_of(1, 12), *names_of(11, 2), *names_of(1, 2, is_turn=True)]
     assert not any(a != b and b.startswith(a) for a in names for b in names)
 
 

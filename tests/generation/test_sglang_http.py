@@ -187,6 +187,25 @@ def test_completions_of_a_prompt_share_its_keys_and_values(engines: Engines) -> 
         assert sorted(found) == [0] + [len(prompt) - 1] * 5
 
 
+def test_a_turn_finds_the_earlier_turn_and_its_reply_in_the_cache(engines: Engines) -> None:
+    loop, *both = engines
+
+    async def talk(engine: SGLangEngine) -> tuple[int, int]:
+        """(tokens that the engine knew before the second turn, those that it found again)."""
+        ids, cached = [60 - i for i in range(30)], 0
+        known = len(ids)
+        for given in ([], [5, 6, 7]):
+            known, ids = len(ids), ids + given
+            async for reply in engine.generate(ids, Sampling(8, 1.0, is_turn=True), [0]):
+                ids, cached = ids + reply.token_ids, reply.cached_tokens
+        return known, cached
+
+    for engine in both:
+        known, cached = loop.run_until_complete(talk(engine))
+        # Nothing was computed of the last token of the reply.
+        assert cached == known - 1 > 30
+
+
 def test_closing_stops_completions_that_wait_for_their_first_token(engines: Engines) -> None:
     loop, *both = engines
 

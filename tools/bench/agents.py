@@ -53,12 +53,14 @@ MODULE = f"""
 import asyncio, random
 from verification.environments import Outcome
 
+luck = random.SystemRandom()  # random itself draws the same for all members of a group
+
 async def talk(prompt, policy, waits=False):
     chat = policy.chat(prompt.messages)
     await chat.say(max_tokens={NEW_TOKENS})
     for turn in range({TURNS - 1}):
         if waits:
-            await asyncio.sleep(random.uniform(0.1, 5.0))
+            await asyncio.sleep(luck.uniform(0.1, 5.0))
         chat.add("user", f"Turn {{turn}}: tell me more about that, please.")
         await chat.say(max_tokens={NEW_TOKENS})
     return Outcome(1.0, "done")

@@ -31,6 +31,7 @@ from megatron_rl.protocol.engine_requests import (
     FIRST_SUFFIX,
     NAME_PREFIX,
     SOCKET_VARIABLE,
+    TURN_PREFIX,
     Abort,
     Ended,
     Generate,
@@ -273,15 +274,21 @@ def install(module: ModuleType) -> None:
 
 
 def _install_prefixes(module: ModuleType) -> None:
-    """On every rank alike: prompts alone go into the prefix cache, once a request."""
+    """On every rank alike: what no request continues stays out of the prefix cache.
+
+    Prompts go there, once a request; and replies that are turns of a conversation.
+    """
     scheduler_class = module.Scheduler
     create_req = scheduler_class._create_generation_req
     streamer_class = scheduler_class.get_output_streamer_class(scheduler_class)
     stream_generation = streamer_class._stream_output_generation
 
+    def is_ours(req: Any) -> bool:
+        return req.rid.startswith(NAME_PREFIX) and not req.rid.startswith(TURN_PREFIX)
+
     def create(self: Any, recv_req: Any, *args: Any, **options: Any) -> Any:
         req = create_req(self, recv_req, *args, **options)
-        if req.rid.startswith(NAME_PREFIX) and not req.rid.endswith(FIRST_SUFFIX):
+        if is_ours(req) and not req.rid.endswith(FIRST_SUFFIX):
             req.skip_radix_cache_insert = True
         return req
 
@@ -290,7 +297,7 @@ def _install_prefixes(module: ModuleType) -> None:
     ) -> None:
         for req in reqs:
             # Its prompt is in the cache now.
-            if req is not skip_req and req.rid.startswith(NAME_PREFIX):
+            if req is not skip_req and is_ours(req):
                 req.skip_radix_cache_insert = True
         stream_generation(self, reqs, return_logprob, skip_req, **options)
 
