@@ -187,23 +187,27 @@ def test_completions_of_a_prompt_share_its_keys_and_values(engines: Engines) -> 
         assert sorted(found) == [0] + [len(prompt) - 1] * 5
 
 
-def test_a_turn_finds_the_earlier_turn_and_its_reply_in_the_cache(engines: Engines) -> None:
+def test_a_turn_finds_the_earlier_turn_and_its_reply_in_the_cache(
+    engines: Engines, old_model: LlamaForCausalLM
+) -> None:
     loop, *both = engines
 
-    async def talk(engine: SGLangEngine) -> tuple[int, int]:
-        """(tokens that the engine knew before the second turn, those that it found again)."""
-        ids, cached = [60 - i for i in range(30)], 0
-        known = len(ids)
-        for given in ([], [5, 6, 7]):
-            known, ids = len(ids), ids + given
+    async def talk(engine: SGLangEngine, begin: int) -> None:
+        ids = [begin - i for i in range(30)]
+        for turn in range(4):
+            known = len(ids)
+            ids += [5, 6, 7 + turn] if turn else []
             async for reply in engine.generate(ids, Sampling(8, 1.0, is_turn=True), [0]):
-                ids, cached = ids + reply.token_ids, reply.cached_tokens
-        return known, cached
+                assert_near(reply.logprobs, logprobs(old_model, ids, reply.token_ids))
+                # Nothing was computed of the last token of the earlier reply.
+                assert not turn or reply.cached_tokens == known - 1 > 30
+                ids += reply.token_ids
+
+    async def talks(engine: SGLangEngine) -> None:
+        await asyncio.gather(*(talk(engine, 40 + number) for number in range(8)))
 
     for engine in both:
-        known, cached = loop.run_until_complete(talk(engine))
-        # Nothing was computed of the last token of the reply.
-        assert cached == known - 1 > 30
+        loop.run_until_complete(talks(engine))
 
 
 def test_closing_stops_completions_that_wait_for_their_first_token(engines: Engines) -> None:
