@@ -197,6 +197,12 @@ def _workload(
 ) -> Workload:
     if calibration is not None:
         return dataclasses.replace(calibration.workload, seed=options.seed)
+    room = config.generator.context_tokens - config.sampling.max_new_tokens
+    if options.prompt_tokens > room:
+        raise InputError(
+            f"--prompt-tokens {options.prompt_tokens} is more than the {room} that "
+            "generator.context_tokens leaves after sampling.max_new_tokens: give fewer"
+        )
     median = options.median_tokens or config.sampling.max_new_tokens / 5
     return Workload(
         LogNormalLengths(median, options.sigma, options.correlation),

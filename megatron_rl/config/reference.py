@@ -7,7 +7,7 @@ from the sections, so it cannot differ from what a run accepts.
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -102,11 +102,26 @@ def _part(table: Table, *, expert: bool) -> Table:
 
 
 def find_entries(key: str) -> list[Entry]:
-    """The entry of a key, or all entries of a section and its subsections; [] for neither."""
-    plain = key.strip().strip(".")
-    found = [entry for table in tables() for entry in table.entries]
-    exact = [entry for entry in found if entry.key == plain]
-    return exact or [entry for entry in found if entry.key.startswith(f"{plain}.")]
+    """The entry of a key, or all entries of a section and its subsections; [] for neither.
+
+    Numbers of items may be left out or be any, and a user's name may stand for `NAME`.
+    """
+    given = [part for part in key.strip().strip(".").split(".") if not part.isdigit()]
+    begin = [
+        (entry, len(parts))
+        for table in tables()
+        for entry in table.entries
+        for parts in [[part for part in entry.key.split(".") if part != ITEM]]
+        if given and _same(parts[: len(given)], given)
+    ]
+    exact = [entry for entry, length in begin if length == len(given)]
+    return exact or [entry for entry, _ in begin]
+
+
+def _same(parts: Sequence[str], given: Sequence[str]) -> bool:
+    return len(parts) == len(given) and all(
+        part in (mine, NAME) for part, mine in zip(parts, given, strict=True)
+    )
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,9 @@ def _notes_of_start(config: Config, machines: Machines) -> list[str]:
     """
     notes: list[str] = []
     try:
-        check_run_folder(config)
+        resumed = check_run_folder(config).checkpoint
+        if resumed is not None:
+            notes.append(f"note: a run would resume from {resumed}; what came before is done")
     except InputError as error:
         notes.append(f"note: a run would be refused: {error}")
     if machines.gpus_per_node is None:

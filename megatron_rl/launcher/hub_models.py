@@ -17,7 +17,8 @@ from megatron_rl.data.tables.hub import INFO_TIMEOUT_S, HubSilent, hub_answers, 
 from megatron_rl.weights.layout.shape import FOR_SIZES
 
 _SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
-_INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _SNAPSHOT = re.compile(r".*/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})/?")
 
 
@@ -137,13 +138,26 @@ def _from_cache(name: str, revision: str, *, only_sizes: bool) -> Path | None:
         folder = Path(snapshot_download(name, revision=revision or None, local_files_only=True))
     except errors.LocalEntryNotFoundError:
         return None
-    is_whole = (folder / "config.json").exists() and (only_sizes or _has_weights(folder))
+    files = weight_files(folder)
+    has_weights = bool(files) and all(file.exists() for file in files)
+    is_whole = (folder / "config.json").exists() and (only_sizes or has_weights)
     return folder if is_whole else None
 
 
-def _has_weights(folder: Path) -> bool:
-    index = folder / _INDEX
+def weight_files(folder: Path) -> list[Path]:
+    """Files of a folder's weights: the single one, or those of the index, which may be missing.
+
+    Raises InputError for a damaged index.
+    """
+    index = folder / INDEX
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
     if not index.exists():
-        return any(folder.glob("*.safetensors"))
-    shards = set(json.loads(index.read_text())["weight_map"].values())
-    return all((folder / shard).exists() for shard in shards)
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return sorted(folder / name for name in names)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{index} is no index of safetensors ({error!r}): fetch it again"
+        ) from error

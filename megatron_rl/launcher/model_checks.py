@@ -1,11 +1,13 @@
 """Refuses models, references and sizes that the trainer or the engines do not support.
 
-Used by `preflight.py` and by sweeps. Reads config.json and the tokenizer of a folder, no weights.
-Each check raises InputError.
+Used by `preflight.py` and by sweeps. Reads config.json and the tokenizer of a folder, and only the
+headers of its weights. Each check raises InputError.
 """
 
 import json
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from generation.engine import EngineError
 from generation.vllm_command import installed_release, refuse_model
@@ -15,6 +17,7 @@ from megatron_rl.config.divisibility import check_engine_experts, check_engine_t
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.tree import Config, GeneratorConfig
+from megatron_rl.launcher.hub_models import INDEX, weight_files
 from megatron_rl.protocol.render import Renderer, read_values
 from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.rope import check_length
@@ -32,7 +35,7 @@ MAX_FOREIGN_IDS = 1024
 
 
 def check_model_folder(folder: Path) -> None:
-    """The folder has a configuration, a tokenizer and weights; nothing is read."""
+    """The folder has a configuration, a tokenizer and weights."""
     if not folder.is_dir():
         raise InputError(
             f"model.path = {folder}: there is no such folder. Give a Hugging Face folder with "
@@ -48,8 +51,31 @@ def check_model_folder(folder: Path) -> None:
             f"model.path = {folder}: the folder has no tokenizer: "
             f"expected one of {', '.join(_TOKENIZER_FILES)}"
         )
-    if not any(folder.glob("*.safetensors")):
-        raise InputError(f"model.path = {folder}: the folder has no *.safetensors")
+    check_weights(folder, "model.path")
+
+
+def check_weights(folder: Path, key: str) -> None:
+    """All files of weights are there, and none is cut off; only their headers are read."""
+    files = weight_files(folder)
+    if not files:
+        raise InputError(f"{key} = {folder}: the folder has no *.safetensors")
+    if "-of-" in files[0].name and not (folder / INDEX).exists():
+        raise InputError(f"{key} = {folder}: {files[0].name} is there without {INDEX}: fetch it")
+    if missing := [file.name for file in files if not file.exists()]:
+        raise InputError(
+            f"{key} = {folder}: {len(missing)} of {len(files)} files of weights are missing, such "
+            f"as {missing[0]}: fetch them"
+        )
+    for file in files:
+        try:
+            with safe_open(file, framework="np"):
+                pass
+        except (OSError, SafetensorError) as error:
+            # Such as a download that was interrupted, or git without lfs.
+            raise InputError(
+                f"{key} = {folder}: {file.name}, of {file.stat().st_size} bytes, is no whole file "
+                f"of safetensors ({error}): fetch it again"
+            ) from error
 
 
 def check_model(config: Config) -> None:
@@ -69,6 +95,26 @@ def check_model(config: Config) -> None:
         )
     if config.parallel.overlap_tensor:
         check_shape(shape.hidden, config.train.microbatch_tokens)
+
+
+def check_positions(config: Config) -> None:
+    """An engine serves sequences of generator.context_tokens, as the model has the positions."""
+    engine, longest = config.generator.engine, config.generator.context_tokens
+    if engine not in ("sglang", "vllm") or not (config.train.steps or config.eval.is_wanted):
+        return
+    values = read_values(config.model.path / "config.json")
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    # Layers of several kinds have one each.
+    kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+    stretch = max(float(one.get("factor") or 1.0) for one in kinds)
+    positions = values.get("max_position_embeddings")
+    if positions is not None and longest > positions * max(stretch, 1.0):
+        raise InputError(
+            f"generator.context_tokens = {longest} is above the {positions} positions of "
+            f"model.path = {config.model.path} (max_position_embeddings in config.json), and "
+            f"{engine} serves no longer sequences: lower it, and sampling.max_new_tokens with it, "
+            "or choose another model"
+        )
 
 
 def check_expert_parallel(generator: GeneratorConfig, shape: ModelShape) -> None:
@@ -194,6 +240,7 @@ def check_reference(config: Config) -> None:
     shape, own = read_shape(folder), read_shape(config.model.path)
     check_teacher(shape, own, folder, is_exact=config.algorithm.kl.is_exact)
     check_length(shape.rope_scaling, config.generator.context_tokens, "generator.context_tokens")
+    check_weights(folder, "algorithm.reference.policy")
     if by_engine:
         check_scorer(config, shape, own, folder)
     else:
@@ -214,8 +261,9 @@ def check_judge(config: Config) -> None:
     folder, key = config.judge_folder, "expert.scorer.judge"
     if folder is None:
         return
-    if not (folder / "config.json").exists() or not any(folder.glob("*.safetensors")):
-        raise InputError(f"{key} = {folder} is no folder of a Hugging Face model with weights")
+    if not (folder / "config.json").exists():
+        raise InputError(f"{key} = {folder} is no folder of a Hugging Face model")
+    check_weights(folder, key)
     heads = read_values(folder / "config.json").get("num_attention_heads")
     if heads is not None:
         check_engine_tensor(config.scorer.tensor_parallel, heads, key="scorer.tensor_parallel")
@@ -254,5 +302,3 @@ def check_scorer(config: Config, shape: ModelShape, own: ModelShape, folder: Pat
             f"than the policy, and an engine leaves out {MAX_FOREIGN_IDS} at most: take "
             "algorithm.reference.source = 'trainer', or another reference"
         )
-    if not any(folder.glob("*.safetensors")):
-        raise InputError(f"algorithm.reference.policy: {folder} has no *.safetensors")

@@ -97,6 +97,7 @@ def check(
     model_checks.check_model_folder(config.model.path)
     model_checks.check_quantization(config)
     model_checks.check_vllm(config)
+    model_checks.check_positions(config)
     if config.train.steps or config.sft.steps:
         # An evaluation alone needs no trainer: the engine knows more architectures.
         model_checks.check_model(config)
@@ -314,8 +315,7 @@ def _check_kept(sets: PromptSets, dropped: list[DroppedPrompt], config: Config) 
     """Enough prompts remain after the dropped ones."""
     if _samples_for_training(config) and not sets.train:
         raise InputError(
-            f"no train prompt can be rendered; {dropped[0].where}: {dropped[0].reason}. Raise "
-            "generator.context_tokens, or lower sampling.max_new_tokens"
+            f"no train prompt can be rendered; {dropped[0].where}: {dropped[0].reason}"
         )
     try:
         evaluation_sets(config, sets)

@@ -40,6 +40,7 @@ from megatron_rl.protocol.failure import FAILURES
 from megatron_rl.protocol.metrics import CONTINUED, RESUMED, JsonlWriter, drop_torn_line, iter_jsonl
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.whole_file import PRIVATE_FOLDER, write_whole
+from megatron_rl.weights.layout.shape import read_shape
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
@@ -103,7 +104,7 @@ def _check_resumption(config: Config) -> Beginning:
             "overwritten: name another folder with --run-dir DIR (or run.dir=DIR)"
             + "".join(f". {text}" for text in checkpoints_passed_over(config, found))
         )
-    _check_template(config)
+    _check_model(config)
     step = step_of(found)
     if step >= config.train.steps and has_ended:
         raise InputError(
@@ -161,15 +162,26 @@ def _damage_of(config_path: Path) -> str:
     return ""
 
 
-def _check_template(config: Config) -> None:
-    """Raise InputError if the resumed run would read another chat template, as from a file."""
+def _check_model(config: Config) -> None:
+    """Raise InputError if the resumed run would read another chat template or another model."""
     run_dir = config.run.dir
     earlier = earlier_config(run_dir)
-    if earlier is not None and not config.render.has_template_of(earlier.render):
+    if earlier is None:
+        return
+    if not config.render.has_template_of(earlier.render):
         raise InputError(
             f"render.chat_template is another text than {run_dir / CONFIG} has, and a run has one "
             "chat template: put the old text back, or name another folder with --run-dir DIR (and "
             "begin there with checkpoint.resume=CHECKPOINT)"
+        )
+    old, new = earlier.model.path, config.model.path
+    # The same model may have moved; preflight.py refuses a folder without a model.
+    are_there = all((folder / "config.json").exists() for folder in (old, new))
+    if old != new and are_there and read_shape(old) != read_shape(new):
+        raise InputError(
+            f"model.path = {new} is another model than {old}, with which the run in {run_dir} "
+            "began and of which its checkpoints are: give that one, or name another folder with "
+            "--run-dir DIR"
         )
 
 

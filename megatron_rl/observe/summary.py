@@ -18,6 +18,7 @@ from megatron_rl.protocol.metrics import (
     GROUPS_DROPPED,
     MAJ_AT,
     PASS_AT,
+    RESUMED,
     Row,
 )
 
@@ -185,33 +186,34 @@ def trainer_idle_fraction(rows: list[Row]) -> float | None:
     """Share of the training loop in which the trainer waited for batches.
 
     The loop lasts from the weight sync of version 0 to the last step. Evaluations inside it, which
-    the trainer must wait for, count neither as waiting nor as loop time.
+    the trainer must wait for, and the time in which the run was stopped, count neither as waiting
+    nor as loop time.
     """
     loop = _loop_interval(rows)
     if loop is None:
         return None
-    evaluations = _evaluation_intervals(rows)
+    outside = _outside_intervals(rows)
     waited = 0.0
     for row in _step_rows(rows):
         # A step's row is written at its end, after wait, update and sync.
         end = row["time"] - row.get("train/update_s", 0.0) - row.get("weight_sync/s", 0.0)
         wait = (end - row.get("wait/batch_s", 0.0), end)
-        waited += (wait[1] - wait[0]) - _overlap(wait, evaluations)
-    length = (loop[1] - loop[0]) - _overlap(loop, evaluations)
+        waited += (wait[1] - wait[0]) - _overlap(wait, outside)
+    length = (loop[1] - loop[0]) - _overlap(loop, outside)
     return min(1.0, max(0.0, waited / length)) if length > 0 else None
 
 
 def generator_idle_fraction(rows: list[Row]) -> float | None:
-    """Share of the training loop in which generators were idle, without evaluations."""
+    """Share of the training loop in which generators were idle, without evaluations and stops."""
     loop = _loop_interval(rows)
     if loop is None:
         return None
-    evaluations = _evaluation_intervals(rows)
+    outside = _outside_intervals(rows)
     idle = busy = 0.0
     for row in rows:
         if "generator/idle_s" not in row or not loop[0] <= row["time"] <= loop[1]:
             continue
-        if any(start <= row["time"] <= end for start, end in evaluations):
+        if any(start <= row["time"] <= end for start, end in outside):
             continue
         idle += row["generator/idle_s"]
         busy += row["generator/busy_s"]
@@ -228,19 +230,40 @@ def _loop_interval(rows: list[Row]) -> Interval | None:
     synced = [row for row in rows if row.get("source") == "trainer" and "weight_sync/s" in row]
     if not steps or not synced:
         return None
-    first = synced[0]
-    if first is steps[0]:  # without a row for the sync of version 0, the first wait begins there
-        begin = first["time"] - sum(
-            first.get(k, 0.0) for k in ("train/update_s", "weight_sync/s", "wait/batch_s")
-        )
-        return begin, steps[-1]["time"]
-    return first["time"], steps[-1]["time"]
+    return _begin_of_loop(synced[0]), steps[-1]["time"]
 
 
-def _evaluation_intervals(rows: list[Row]) -> list[Interval]:
-    return [
+def _begin_of_loop(first: Row) -> float:
+    """Time of the first weight sync; without a row for it, the first step's wait begins there."""
+    if "train/loss" not in first:
+        return float(first["time"])
+    parts = ("train/update_s", "weight_sync/s", "wait/batch_s")
+    return float(first["time"] - sum(first.get(part, 0.0) for part in parts))
+
+
+def _outside_intervals(rows: list[Row]) -> list[Interval]:
+    """Evaluations, and stops: from the last row before a resume to its first weight sync.
+
+    They do not overlap, and are in order.
+    """
+    found = [
         (row["time"] - row["eval/seconds"], row["time"]) for row in rows if "eval/seconds" in row
     ]
+    last, stopped = None, None
+    for row in rows:
+        if RESUMED in row:
+            stopped = last
+        elif row.get("source") == "trainer" and "weight_sync/s" in row:
+            if stopped is not None:
+                found.append((stopped, _begin_of_loop(row)))
+            last, stopped = row["time"], None
+    merged: list[Interval] = []
+    for start, end in sorted(found):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
 
 
 def _overlap(interval: Interval, others: Iterable[Interval]) -> float:

@@ -84,6 +84,10 @@ class Renderer:
         """The token that ends an answer: the chat template's, else the end-of-sequence token."""
         self.stop_ids = tuple(sorted({*self.model_stop_ids, self.end_id}))
         """Token ids that end a sequence."""
+        self.rows = read_values(model / "config.json").get("vocab_size")
+        """Token ids that the model has; None if its folder does not say it."""
+        # Such as of a tokenizer that got tokens after training: most prompts have none of them.
+        self._has_foreign_ids = self.rows is not None and len(self.tokenizer) > self.rows
 
     def _find_end(self) -> int:
         own = self.tokenizer.eos_token_id
@@ -108,13 +112,14 @@ class Renderer:
     ) -> list[int]:
         """Prompt token ids, up to the start of the completion.
 
-        is_program: selects the demonstration. Raises RenderError if the template fails, or if the
-        prompt leaves no room for max_new_tokens in the context.
+        is_program: selects the demonstration. Raises RenderError if the template fails, if the
+        prompt leaves no room for max_new_tokens in the context, or for a token that the model
+        does not have.
         """
         text = self._text(Conversation(task, messages, is_program))
         # Templates write special tokens such as <s> themselves.
         ids = self.encode(text)
-        refusal = self.find_refusal(len(ids), max_new_tokens)
+        refusal = self.find_refusal(len(ids), max_new_tokens) or self.find_foreign(ids)
         if refusal:
             raise RenderError(refusal)
         return ids
@@ -130,7 +135,7 @@ class Renderer:
         if self.tags is not None:
             response = continued(response, self.tags, self.tail(prompt))
         ids = self.render_response(response)
-        if refusal := self.find_refusal(len(prompt), len(ids)):
+        if refusal := self.find_refusal(len(prompt), len(ids)) or self.find_foreign(ids):
             raise RenderError(refusal)
         return RenderedExample(prompt, ids, response)
 
@@ -151,7 +156,8 @@ class Renderer:
             roles = tuple(message.role for message in conversation.messages)
             shape = (*_opening_key(conversation), *roles)
             own_bytes = sum(len(m.content.encode()) for m in conversation.messages)
-            if shape in added_bytes and own_bytes + added_bytes[shape] <= room_bytes:
+            is_short = shape in added_bytes and own_bytes + added_bytes[shape] <= room_bytes
+            if is_short and not self._has_foreign_ids:
                 continue
             try:
                 text = self._text(conversation)
@@ -165,7 +171,7 @@ class Renderer:
             ids = self.tokenizer([text for _, text in batch], add_special_tokens=False)
             for (index, _), prompt_ids in zip(batch, ids["input_ids"], strict=True):
                 refusal = self.find_refusal(len(prompt_ids), max_new_tokens)
-                if refusal:
+                if refusal := refusal or self.find_foreign(prompt_ids):
                     refusals[index] = refusal
         return refusals
 
@@ -209,6 +215,17 @@ class Renderer:
         return (
             f"the prompt has {tokens} tokens; allowed are 1 to {room} = generator.context_tokens "
             f"{self.context_tokens} - max_new_tokens {max_new_tokens}"
+        )
+
+    def find_foreign(self, ids: Sequence[int]) -> str:
+        """Why the model cannot read these tokens; empty when it can."""
+        highest = max(ids, default=0) if self._has_foreign_ids else 0
+        if self.rows is None or highest < self.rows:
+            return ""
+        return (
+            f"the token {self.tokenizer.convert_ids_to_tokens(highest)!r} has the id {highest}, "
+            f"and the model has {self.rows} tokens (vocab_size in config.json): give the "
+            "tokenizer that the model was trained with"
         )
 
     def tail(self, prompt_ids: list[int]) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.thinking import KNOWN_TAGS, ThinkTags
 from megatron_rl.protocol.chat_template import Part, RenderError, Turn, find_losses, read_json
-from megatron_rl.protocol.render import Conversation, Renderer, read_values
+from megatron_rl.protocol.render import Conversation, Renderer
 
 _SHOWN_CHARACTERS = 60
 _MOST_SHAPES = 256
@@ -65,7 +65,7 @@ def probe_renderer(
 
 
 def _check_rows(renderer: Renderer) -> None:
-    rows = read_values(renderer.model / "config.json").get("vocab_size")
+    rows = renderer.rows
     try:
         ids = renderer.encode(renderer.template.render([_QUESTION]))
     except RenderError:

@@ -150,7 +150,8 @@ def _render_replies(
         if renderer.tags is not None:
             text = continued(text, renderer.tags, renderer.tail(prompt + completion))
         completion += renderer.render_response(text)
-    if refusal := renderer.find_refusal(len(prompt), len(completion)):
+    refusal = renderer.find_refusal(len(prompt), len(completion))
+    if refusal := refusal or renderer.find_foreign(completion):
         raise RenderError(refusal)
     return prompt, completion, ranges
 

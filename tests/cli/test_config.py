@@ -48,6 +48,21 @@ def test_explain_names_default_and_presets(
     assert code == 0 and "eps_high is here algorithm.policy_loss.eps_high" in text
 
 
+def test_explain_takes_keys_as_errors_and_files_write_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, key in (
+        ("prompts.faulty", "prompts.0.faulty"),
+        ("prompts.2.faulty", "prompts.0.faulty"),
+        ("eval.sets.prompts.columns.answer", "eval.sets.0.prompts.columns.answer"),
+        ("reward.tasks.math.compare", "reward.tasks.NAME.compare"),
+    ):
+        code, text = call(monkeypatch, "explain", given)
+        assert code == 0 and text.startswith(f"{key}\n")
+    code, text = call(monkeypatch, "explain", "reward.tasks.own")
+    assert [line for line in text.splitlines() if not line.startswith(" ")] == [
+        f"reward.tasks.NAME.{key}" for key in ("format_check", "compare", "environment")
+    ]
+
+
 def test_show_tells_origins_of_several_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

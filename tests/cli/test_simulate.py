@@ -120,6 +120,7 @@ def test_turns_on_the_trainers_gpus_take_the_sum(
         ((*SHARED, "--sweep", "split=4"), "engines have no GPUs of theirs"),
         (("--steps", "0"), "--steps 0"),
         (("--turns", "0"), "--turns 0"),
+        (("--prompt-tokens", "1025"), "more than the 1024 that generator.context_tokens leaves"),
         (("--given-share", "2"), "--given-share must be between 0 and 1"),
         (("--zero-variance-share", "1"), "zero-variance-share"),
         (("--calibrate", "/nowhere"), "holds no run"),

@@ -16,7 +16,7 @@ from megatron_rl.config.tree import RenderConfig
 from megatron_rl.protocol.render import Conversation, Renderer, RenderError
 from megatron_rl.protocol.types import ChatMessage, Lease, Prompt, Sampling, VersionSpan
 from megatron_rl.trainer.sft_dataset import SftExample, tokenize
-from tests.generation.tiny_model import CHARACTERS, EOS_ID, TEMPLATE
+from tests.generation.tiny_model import CHARACTERS, EOS_ID, TEMPLATE, write_tokenizer
 
 FIRST = 3  # id of the first character, after the special tokens
 
@@ -137,6 +137,27 @@ def test_a_prompt_in_cpp_is_not_shown_a_python_program(
     for is_program in (False, True):
         prompt_ids = renderer.render([message], 8, task=task, is_program=is_program)
         assert prompt_ids == ids(f"{exchange}user:{text}=>")
+
+
+def test_a_token_that_the_model_lacks_is_refused_by_its_name(
+    models_dir: Path, tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path)
+    # All tokens but the last character, ".".
+    values = {"vocab_size": FIRST + len(CHARACTERS) - 1}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = RenderConfig(system_prompt="")
+    renderer = Renderer(config, tmp_path, 64, format_checks={"sums": "box"})
+    assert render(renderer, "1+1") == ids("user:1+1=>")
+    fault = r"token '\.' has the id 77, and the model has 77 tokens \(vocab_size in config.json\)"
+    with pytest.raises(RenderError, match=fault):
+        render(renderer, "1+1.")
+    with pytest.raises(RenderError, match=fault):
+        renderer.render_example([ChatMessage("user", "1+1")], "2.", task="sums")
+    conversations = [Conversation("sums", [ChatMessage("user", t)]) for t in ("1", "2.", "3", "4.")]
+    assert list(renderer.find_refusals(conversations, 8)) == [1, 3]
+    # Of the same tokenizer, all are the model's own.
+    assert render(make(models_dir), "1+1.") == ids("user:1+1.=>")
 
 
 def test_refusals_of_many_are_those_of_each(models_dir: Path) -> None:

@@ -5,14 +5,17 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+from safetensors.numpy import save_file
 
 from megatron_rl.cli.main import main
 from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import FOLDER, shipped
 from megatron_rl.config.tree import PromptSource
 from megatron_rl.launcher.dry_run_text import run_lines
+from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, seal
 from tests.analysis.planted import plant
 from tests.launcher.test_dry_run import LINES, write_byte_tokenizer
 from tests.launcher.test_examples import ALL, COMMON, RECIPES
@@ -34,7 +37,7 @@ def files(tmp_path: Path) -> Path:
     model.mkdir()
     write_byte_tokenizer(model)
     (model / "config.json").write_text(json.dumps(LLAMA_8B))
-    (model / "model.safetensors").write_bytes(b"0" * 4_000_000)
+    save_file({"weight": np.zeros(4_000_000, np.uint8)}, model / "model.safetensors")
     # Enough of each task to hold some out and to fill a batch.
     lines = [line | {"id": f"{n}-{number}"} for n, line in enumerate(LINES[:2])
              for number in range(40)]  # fmt: skip
@@ -175,7 +178,7 @@ def test_what_a_run_would_start_is_said(files: Path, words: str, said: str) -> N
     assert any(f"to hf/: {name} (0.004 GB each" in line for line in lines)
 
 
-def test_a_dry_run_says_that_the_folder_holds_another_run_and_goes_on(
+def test_a_dry_run_says_what_the_folder_holds_and_goes_on(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["run", "--config", "tiny", "--dry-run", "sft.steps=0", "eval.prompts=10",
@@ -191,6 +194,14 @@ def test_a_dry_run_says_that_the_folder_holds_another_run_and_goes_on(
     text = capsys.readouterr().out
     assert "note: a run would be refused: " in text and "already holds a run" in text
     assert text.rstrip().endswith("Dry run: nothing was started.")
+    (partial := files / "run" / CHECKPOINTS / "step.partial").mkdir(parents=True)
+    try:
+        (partial / "queue.json").write_text("{}")
+        saved = seal(partial, 2, {})
+        assert main([*words, *others, "--model", str(files / "model")]) == 0
+    finally:
+        shutil.rmtree(files / "run")
+    assert f"note: a run would resume from {saved}; what came before is" in capsys.readouterr().out
 
 
 def test_a_cold_start_alone_needs_no_queue(

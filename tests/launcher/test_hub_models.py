@@ -8,7 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
@@ -126,3 +128,31 @@ def test_a_folder_that_is_not_there_is_named_whole(
     config = load_config(None, ["model.path=mine"])
     with pytest.raises(InputError, match=f"model.path = {tmp_path}/mine: there is no such folder"):
         model_checks.check_model_folder(config.model.path)
+
+
+def test_weights_that_are_missing_or_cut_off_are_refused(tmp_path: Path) -> None:
+    def refusal() -> str:
+        with pytest.raises(InputError) as caught:
+            model_checks.check_weights(tmp_path, "KEY")
+        return str(caught.value).removeprefix(f"KEY = {tmp_path}: ")
+
+    assert refusal() == "the folder has no *.safetensors"
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for name in names:
+        save_file({"w": np.ones(8, np.float32)}, tmp_path / name)
+    index = tmp_path / "model.safetensors.index.json"
+    assert refusal() == f"{names[0]} is there without {index.name}: fetch it"
+    index.write_text(json.dumps({"weight_map": {"a": names[0], "b": names[1], "c": names[1]}}))
+    model_checks.check_weights(tmp_path, "KEY")
+    whole = (tmp_path / names[1]).read_bytes()
+    (tmp_path / names[1]).unlink()
+    assert refusal().startswith(f"1 of 2 files of weights are missing, such as {names[1]}")
+    for wrong in (whole[:-1], b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"):
+        (tmp_path / names[1]).write_bytes(wrong)
+        expected = f"{names[1]}, of {len(wrong)} bytes, is no whole file of safetensors"
+        assert refusal().startswith(expected)
+    index.write_text('{"weight_map": []}')
+    assert refusal().startswith(f"{index} is no index of safetensors")
+    # The trainer takes the single file, if there is one.
+    save_file({"w": np.ones(8, np.float32)}, tmp_path / "model.safetensors")
+    model_checks.check_weights(tmp_path, "KEY")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from safetensors.numpy import save_file
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, dump_toml, load_config
@@ -25,7 +27,7 @@ DEMONSTRATION = "<think>\n2 + 3 is 5.\n</think>\nThe answer is \\boxed{5}."
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "num_attention_heads": 6, "num_key_value_heads": 2,
     "num_hidden_layers": 4, "hidden_size": 192, "intermediate_size": 384, "vocab_size": 100,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def overrides(tmp_path: Path) -> list[str]:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(SHAPE))
     write_tokenizer(model)
-    (model / "model.safetensors").write_bytes(b"")
+    save_file({}, model / "model.safetensors")
     prompts = [prompt_line(n, "held_out" if n < 3 else "train") for n in range(6)]
     write_lines(tmp_path / "prompts.jsonl", prompts)
     write_lines(tmp_path / "sft.jsonl", [trace_line(n) for n in range(3)])
@@ -80,10 +82,9 @@ def test_a_reference_in_a_folder_has_the_tokens_of_the_policy(
     teacher = tmp_path / "teacher"
     given = [*overrides, "algorithm.preset=distill", f'algorithm.reference.policy="{teacher}"']
     assert "no folder of a Hugging Face model" in message_of(tmp_path, given)
-    teacher.mkdir()
+    shutil.copytree(tmp_path / "model", teacher)
     larger = SHAPE | {"hidden_size": 384, "num_hidden_layers": 8, "vocab_size": 103}
     (teacher / "config.json").write_text(json.dumps(larger))
-    write_tokenizer(teacher)
     assert "estimator='exact' compares all tokens" in message_of(tmp_path, given)
     given += ["algorithm.kl.placement=reward", "algorithm.kl.estimator=k1"]
     check(tmp_path, given)
@@ -285,8 +286,7 @@ def test_a_run_without_a_prompt_that_has_room_is_refused(
     held_out = [prompt_line(n, "held_out") for n in range(3)]
     write_lines(tmp_path / "prompts.jsonl", [long_line(0, "train"), *held_out])
     message = message_of(tmp_path, [*overrides, *ROOM])
-    assert message.startswith(f"no train prompt can be rendered; {tmp_path}/prompts.jsonl:1: ")
-    assert "Raise generator.context_tokens" in message
+    assert re.fullmatch(r"no train prompt can be .*s.jsonl:1: .* max_new_tokens 40", message)
     lines = [prompt_line(9, "train"), *held_out[:2], long_line(3, "held_out")]
     write_lines(tmp_path / "prompts.jsonl", lines)
     message = message_of(tmp_path, [*overrides, *ROOM])

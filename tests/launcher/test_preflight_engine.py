@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import save_file
 
 from megatron_rl.config.errors import ConfigError, InputError
 from megatron_rl.config.files import load_config
@@ -85,6 +86,29 @@ def test_what_engines_cannot_do_with_sinks_is_refused(
         (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(InputError, match=message):
         model_checks.check_model(load_config(None, [f"model.path={tmp_path}", *given.split()]))
+
+
+@pytest.mark.parametrize("engine", ["sglang", "hf"])
+def test_sequences_beyond_the_models_positions_are_refused(tmp_path: Path, engine: str) -> None:
+    def check(positions: int, rope: dict[str, object], *given: str) -> None:
+        values = {"max_position_embeddings": positions, "rope_parameters": rope}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        given = (f"model.path={tmp_path}", f"generator.engine={engine}", *given)
+        model_checks.check_positions(load_config(None, list(given)))
+
+    check(2048, {"rope_type": "default"})  # generator.context_tokens by default
+    check(512, {"rope_type": "linear", "factor": 4.0})
+    check(512, {"full_attention": {"rope_type": "yarn", "factor": 4.0}})
+    check(512, {}, "train.steps=0", "eval.prompts=0", "sft.steps=1", "sft.dataset=x")
+    if engine == "hf":
+        # It does not look at them.
+        check(2047, {})
+        return
+    for positions, rope in ((2047, {"rope_type": "default"}), (511, {"factor": 4.0})):
+        with pytest.raises(InputError, match=f"2048 is above the {positions} positions"):
+            check(positions, rope)
+    with pytest.raises(InputError, match="9 positions .* sglang serves no longer sequences"):
+        check(9, {}, "train.steps=0")
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
@@ -282,8 +306,8 @@ def test_weight_syncs_beside_training_on_gpus_are_refused_before_a_model_is_read
 def test_the_check_of_a_run_asks_for_it(tmp_path: Path) -> None:
     """Before the model is read."""
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    for name in ("tokenizer.json", "model.safetensors"):
-        (tmp_path / name).touch()
+    (tmp_path / "tokenizer.json").touch()
+    save_file({}, tmp_path / "model.safetensors")
     config = Config(model={"path": tmp_path}, generator={"quantization": "awq"})
     with pytest.raises(InputError, match="generator.quantization='awq' with a model"):
         preflight.check(config)

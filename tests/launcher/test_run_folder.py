@@ -172,6 +172,24 @@ def test_a_resumed_run_keeps_its_chat_template(run_dir: Path, tmp_path: Path) ->
     assert check_run_folder(saved).checkpoint is not None
 
 
+def test_a_resumed_run_keeps_its_model(run_dir: Path, tmp_path: Path) -> None:
+    values = {"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 8,
+              "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+              "vocab_size": 9, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}  # fmt: skip
+    for name, layers in (("old", 1), ("moved", 1), ("other", 2)):
+        (tmp_path / name).mkdir()
+        sizes = values | {"num_hidden_layers": layers}
+        (tmp_path / name / "config.json").write_text(json.dumps(sizes))
+    (run_dir / "config.toml").write_text(dump_toml(config(run_dir, f"model.path={tmp_path}/old")))
+    for name in ("old", "moved"):
+        assert check_run_folder(config(run_dir, f"model.path={tmp_path}/{name}")).checkpoint
+    with pytest.raises(InputError, match="other is another model than .*old, with which the run"):
+        check_run_folder(config(run_dir, f"model.path={tmp_path}/other"))
+    # Without the old folder nothing can be compared.
+    shutil.rmtree(tmp_path / "old")
+    assert check_run_folder(config(run_dir, f"model.path={tmp_path}/other")).checkpoint
+
+
 def test_run_that_ended_goes_on_only_with_more_steps(run_dir: Path) -> None:
     make_checkpoint(run_dir, 10)
     # Killed between its export and its summary.

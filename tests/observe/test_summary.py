@@ -15,6 +15,7 @@ from megatron_rl.observe.summary import (
     trainer_idle_fraction,
 )
 from megatron_rl.observe.summary_text import render_text
+from megatron_rl.protocol.metrics import RESUMED
 
 KEYS_OF_THE_ISSUE = {
     "engine", "engine_version", "megatron_core_version", "trainer_world_size", "tp", "pp", "dp",
@@ -201,6 +202,26 @@ def test_rewards_are_of_the_first_and_last_ten_steps() -> None:
 def test_trainer_idle_leaves_the_evaluation_out_of_waiting_and_of_the_loop() -> None:
     # Loop 100-110 s; the evaluation took 100-102. Waited 2 + 1 + 0.5 s of the other 8 s.
     assert trainer_idle_fraction(run_rows()) == pytest.approx(3.5 / 8.0)
+
+
+def test_the_time_in_which_a_run_was_stopped_is_no_time_of_the_loop() -> None:
+    rows = [
+        FIRST_WEIGHT_SYNC,
+        step_row(1, 103.0),
+        {"time": 3600.0, "source": "launch", "step": 1, RESUMED: 1},
+        FIRST_WEIGHT_SYNC | {"time": 3700.0, "step": 1},
+        step_row(2, 3704.0, **{"wait/batch_s": 2.0}),
+    ]
+    # Loop 100-103 and 3700-3704 s; waited 1 + 2 s.
+    assert trainer_idle_fraction(rows) == pytest.approx(3.0 / 7.0)
+    # The evaluation took 3601-3701 s: loop 100-103 and 3701-3704 s; waited 1 + 1.5 s.
+    evaluation = {"time": 3701.0, "source": "queue", "step": 1, "eval/seconds": 100.0}
+    assert trainer_idle_fraction([*rows[:4], evaluation, rows[4]]) == pytest.approx(2.5 / 6.0)
+    # Without a row for the second weight sync, the loop begins with the wait: at 3700.5 s.
+    assert trainer_idle_fraction([*rows[:3], rows[4]]) == pytest.approx(3.0 / 6.5)
+    idle = {"source": "generator-0", "step": 1, "generator/idle_s": 8.0, "generator/busy_s": 0.0}
+    busy = idle | {"time": 3702.0, "generator/idle_s": 1.0, "generator/busy_s": 3.0}
+    assert generator_idle_fraction([*rows, idle | {"time": 3690.0}, busy]) == pytest.approx(1 / 4)
 
 
 def test_generator_idle_counts_rows_of_the_loop_outside_evaluations() -> None:

@@ -139,7 +139,11 @@ class EpisodeProcess:
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 if not done and clock.left_s() == 0:
-                    raise EnvironmentFailed("the environment took too long and was killed", "hang")
+                    raise EnvironmentFailed(
+                        "the environment took longer than expert.environments.turn_timeout_s "
+                        "between two requests, or than episode_timeout_s in all, and was killed",
+                        "hang",
+                    )
                 for finished in [task for task in self._waiting if task in done]:
                     writer.write(self._reply(finished))
                     clock.start()

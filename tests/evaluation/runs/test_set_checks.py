@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import save_file
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
@@ -18,8 +19,8 @@ def check(folder: Path, lines: list[dict]) -> PromptReport:
     if not model.exists():
         model.mkdir()
         write_tokenizer(model)
-        for name in ("config.json", "model.safetensors"):
-            (model / name).write_text("{}")
+        (model / "config.json").write_text("{}")
+        save_file({}, model / "model.safetensors")
     path = folder / "set.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     sets = [{"name": "aime", "max_new_tokens": 20, "prompts": {"path": path}}]
