@@ -26,6 +26,7 @@ from megatron_rl.backend.cpu import adam, patches
 from megatron_rl.backend.device import Backend, choose_layers, prepare_cuda
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.trainer import ModelConfig
+from megatron_rl.rehearsal import observed
 from megatron_rl.rehearsal.engine_attention import attend
 
 DEVICE = torch.device("meta")
@@ -85,9 +86,11 @@ class RehearsedBackend(Backend):
         return tensor.to(self.device, non_blocking=True)
 
     def host_copy(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor that counts as host memory: the trace does not see it begin."""
+        """A tensor that counts as host memory."""
         with _disable_current_modes():
-            return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+            found = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+        observed.leave_out(found)
+        return found
 
     def peak_flops(self, model: ModelConfig) -> float | None:
         """Unknown, as there is no device."""

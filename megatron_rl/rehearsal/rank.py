@@ -62,6 +62,7 @@ def rehearse_rank(
     backend.init_distributed(cfg.parallel, seed=cfg.run.seed, timeout_s=60)
     tracer = Tracer(DEVICE)
     observed.add_flops, observed.read_lengths = tracer.add_flops, tracer.lengths
+    observed.leave_out = tracer.memory.leave_out
     with tracer, batches_marked(tracer), modules_named(tracer):
         with tracer.in_phase("build"):
             tracer.memory.purpose = "weights and gradients"
