@@ -184,6 +184,7 @@ def _install_streams() -> None:
     """Megatron makes streams and waits for them; here no operation is ever pending."""
     only = _Stream()
     torch.cuda.Stream = torch.cuda.Event = torch.Stream = _Stream
+    torch.accelerator.is_available = lambda: True
     torch.accelerator.current_stream = lambda device=None: only
     torch.accelerator.set_stream = torch.accelerator.set_device_index = lambda value: None
     torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: only
