@@ -124,7 +124,7 @@ class RankMemory:
 
 def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
     """The setting of a configuration whose sequences have mean_tokens on average."""
-    train, weights = config.train, config.weights
+    train = config.train
     tokens = train.prompts_per_batch * train.group_size * mean_tokens
     # A sequence over the budget is a microbatch of its own (protocol/packing.py).
     budget = max(train.microbatch_tokens, config.generator.context_tokens)
@@ -135,8 +135,7 @@ def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
         item_bytes=ITEM_BYTES[config.model.dtype],
         recompute=config.model.recompute,
         recompute_modules=config.model.recompute_modules,
-        # Two rounds of a weight sync are in flight (docs/weights.md), under folder in files.
-        sync_buffer_bytes=2 * weights.bucket_bytes if weights.method != "folder" else 0,
+        sync_buffer_bytes=_sync_buffer_bytes(config),
         dequantises=config.model.fp8_parameters,
         logprob_chunk_tokens=config.train.logprob_chunk_tokens,
         compares_vocabularies=config.algorithm.kl.is_exact,
@@ -145,6 +144,18 @@ def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
         has_fused_units=_fuses_units(config.model),
         overlap_bytes_per_hidden=overlap_buffer_bytes(config.model, config.parallel, budget),
     )
+
+
+def _sync_buffer_bytes(config: Config) -> int:
+    """Two rounds of a weight sync are in flight (docs/weights.md), under folder in files.
+
+    Each engine rank gets at most a bucket in a round, and the ranks of a stage share the sending.
+    """
+    if config.weights.method == "folder":
+        return 0
+    stage_ranks = config.parallel.world_size // config.parallel.pipeline
+    rounds = 2 * config.weights.bucket_bytes
+    return min(rounds, rounds * config.generator.tensor_parallel // stage_ranks)
 
 
 def _fuses_units(model: ModelConfig) -> bool:

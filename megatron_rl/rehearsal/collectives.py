@@ -1,6 +1,6 @@
 """torch's collectives as events. They are seen where torch dispatches them, whoever calls them."""
 
-import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -72,8 +72,20 @@ def answer(operation: Any, args: tuple[Any, ...]) -> Any:
 def group_name(group: dist.ProcessGroup) -> str:
     """Description and ranks: equal on all of its ranks, and no other group's."""
     ranks = dist.get_process_group_ranks(group)
-    listed = ",".join(map(str, ranks))
-    steps = {b - a for a, b in itertools.pairwise(ranks)}
-    if len(ranks) > 8 and len(steps) == 1:
-        listed = f"{ranks[0]}..{ranks[-1]} step {steps.pop()}"
-    return f"{group.group_desc or 'group'} [{listed}]"
+    return f"{group.group_desc or 'group'} [{','.join(_runs(ranks))}]"
+
+
+def _runs(ranks: Sequence[int]) -> Iterator[str]:
+    """Ranks in words, more than 4 at equal distances together."""
+    start = 0
+    while start < len(ranks):
+        end = start + 1
+        while end < len(ranks) and ranks[end] - ranks[end - 1] == ranks[start + 1] - ranks[start]:
+            end += 1
+        run = ranks[start:end]
+        if len(run) > 4:
+            step = run[1] - run[0]
+            yield f"{run[0]}..{run[-1]}" + (f" step {step}" if step > 1 else "")
+        else:
+            yield from map(str, run)
+        start = end

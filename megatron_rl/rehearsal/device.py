@@ -7,6 +7,7 @@ import contextlib
 import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import megatron_rl.backend.no_compiler  # noqa: F401 - before Megatron
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.fusions import fused_bias_geglu, fused_bias_swiglu
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
@@ -24,9 +26,38 @@ from megatron_rl.backend.cpu import adam, patches
 from megatron_rl.backend.device import Backend, choose_layers, prepare_cuda
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.trainer import ModelConfig
+from megatron_rl.rehearsal import observed
 from megatron_rl.rehearsal.engine_attention import attend
 
 DEVICE = torch.device("meta")
+
+
+class Nccl(dist.ProcessGroup):
+    """In the place of torch's class for groups over NCCL; the tracer alone sees its collectives."""
+
+    class Options:
+        """As torch's; torch's own code sets the rest."""
+
+        def __init__(self) -> None:
+            self.config = SimpleNamespace()
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
+        super().__init__(rank, size)
+        self._options = options
+
+    def _set_sequence_number_for_group(self) -> None: ...
+
+    @property
+    def group_name(self) -> str:
+        """As torch's own groups have it, which keep it in their backends."""
+        return self._options.group_name
+
+
+def install_collectives() -> None:
+    """torch's groups over NCCL, without peers; and streams that have nothing to do."""
+    distributed_c10d.ProcessGroupNCCL = Nccl
+    distributed_c10d.is_nccl_available = lambda: True
+    _install_streams()
 
 
 @dataclass(frozen=True)
@@ -46,14 +77,20 @@ class RehearsedBackend(Backend):
         )
         self.make_groups(parallel, seed=seed, timeout_s=timeout_s)
 
+    def host_group(self, timeout_s: float) -> dist.ProcessGroup:
+        """As on CUDA, without peers."""
+        return dist.new_group(backend="fake", group_desc="HOST_MEMORY")
+
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
         """As on CUDA, without pinned memory."""
         return tensor.to(self.device, non_blocking=True)
 
     def host_copy(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor that counts as host memory: the trace does not see it begin."""
+        """A tensor that counts as host memory."""
         with _disable_current_modes():
-            return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+            found = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+        observed.leave_out(found)
+        return found
 
     def peak_flops(self, model: ModelConfig) -> float | None:
         """Unknown, as there is no device."""
@@ -69,7 +106,7 @@ def select_rehearsed(model: ModelConfig, rank: int) -> RehearsedBackend:
     adam.replace_torch_fallback()
     leave_out = set(patches.PATCHES) - set(patches.OF_THE_DEVICE)
     patches.install(leave_out, DEVICE)
-    _install_streams()
+    install_collectives()
     _install_reading_factory()
     torch.Tensor.is_cuda = property(lambda tensor: tensor.device.type == DEVICE.type)
     _install_fused_units()
@@ -146,7 +183,10 @@ class _Stream:
 def _install_streams() -> None:
     """Megatron makes streams and waits for them; here no operation is ever pending."""
     only = _Stream()
-    torch.cuda.Stream = torch.cuda.Event = _Stream
+    torch.cuda.Stream = torch.cuda.Event = torch.Stream = _Stream
+    torch.accelerator.is_available = lambda: True
+    torch.accelerator.current_stream = lambda device=None: only
+    torch.accelerator.set_stream = torch.accelerator.set_device_index = lambda value: None
     torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: only
     torch.cuda.stream = _in_stream
     torch.Tensor.record_stream = lambda self, stream: None

@@ -8,6 +8,8 @@ import msgspec
 REQUEST = "request.json"
 PASSES = "passes"
 """Phase of the forward and backward passes of a step's microbatches."""
+SYNC = "weight sync"
+"""Phase of the weight sync before the step."""
 Stack = tuple[str, ...]
 """FILE:LINE FUNCTION, the innermost call first."""
 
@@ -46,9 +48,11 @@ class HostRead(msgspec.Struct, frozen=True):
 
 
 class Trace(msgspec.Struct):
-    """One rank's step."""
+    """One rank's weight sync and step."""
 
     rank: int
+    """Of the trainer. The ranks of its engines have the numbers after them, engine by engine."""
+    name: str
     groups: dict[str, list[int]]
     events: list[Event]
     stacks: list[Stack]
@@ -62,13 +66,18 @@ class Trace(msgspec.Struct):
     flops: int
     kernels: dict[str, int]
     """Operations that read or write data, by phase."""
-    microbatches: int
+    microbatches: int | None
+    """None: of an engine rank."""
     parameters: int
     seconds: float
 
     def stack_of(self, event: "Event | HostRead") -> Stack:
         """Where it was issued."""
         return self.stacks[event.stack]
+
+    def calls(self, *, is_sync: bool) -> int:
+        """Number of events of the weight sync, or of the step."""
+        return sum((event.phase == SYNC) == is_sync for event in self.events)
 
     def bytes_by_group(self) -> Counter[str]:
         """Bytes that this rank gives, by the description of the group."""
@@ -85,6 +94,9 @@ class Request(msgspec.Struct):
     config: str
     """File with the whole configuration."""
     ranks: list[int]
+    """Of the trainer."""
+    engine_ranks: list[int]
+    """Numbers as in Trace.rank; []: no weight sync."""
     microbatches: int
     tokens: int
     sequence_tokens: int

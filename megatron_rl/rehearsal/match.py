@@ -1,9 +1,9 @@
 """Whether all rehearsed ranks issue the same collectives, and none waits for ever. Pure.
 
 Each rank's events are played in its order. A collective ends when every rehearsed rank of its group
-has come to it; a batch of sends and receives ends when each has its counterpart; a receive of its
-own, when it has been sent. Sends of their own wait for nobody. Ranks that were not rehearsed are
-taken to do their part.
+has come to it; a batch of sends and receives ends when each has its counterpart, as NCCL makes it
+one kernel; a receive of its own, when it has been sent. Sends of their own wait for nobody. Ranks
+that were not rehearsed are taken to do their part.
 """
 
 from collections import defaultdict
@@ -24,6 +24,8 @@ class _Player:
     at: int = 0
     done: set[int] = field(default_factory=set)
     """Events of the batch that it has come to which have their counterparts."""
+    posted: set[int] = field(default_factory=set)
+    """Sends of the batch that their receivers may take."""
     sources: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Of its receives that are done: (rank, place) of the send."""
     has_begun: bool = False
@@ -67,12 +69,12 @@ def find_faults(traces: Sequence[Trace], watcher: Watcher | None = None) -> list
 
 
 def _counts(traces: Sequence[Trace]) -> Iterator[str]:
-    """Ranks that train on another number of microbatches than the first."""
+    """Trainer ranks that take another number of microbatches than the first."""
     for trace in traces[1:]:
-        if trace.microbatches != traces[0].microbatches:
+        if trace.microbatches not in (None, traces[0].microbatches):
             yield (
-                f"rank {trace.rank} takes {trace.microbatches} microbatches, and rank "
-                f"{traces[0].rank} takes {traces[0].microbatches}: every rank needs as many"
+                f"{trace.name} takes {trace.microbatches} microbatches, and {traces[0].name} "
+                f"takes {traces[0].microbatches}: every rank needs as many"
             )
 
 
@@ -105,8 +107,8 @@ class _Game:
             if places:
                 event = self._players[sender].trace.events[places[0]]
                 self.findings.append(
-                    f"rank {sender} sends {len(places)} times to rank {receiver} in {group}, which "
-                    f"never receives it\n{self._stack(sender, event)}"
+                    f"{self._name(sender)} sends {len(places)} times to {self._name(receiver)} in "
+                    f"{group}, which never receives it\n{self._stack(sender, event)}"
                 )
 
     def _move(self, player: _Player) -> bool:
@@ -128,8 +130,8 @@ class _Game:
             assert its is not None
             if _signature(its) != _signature(event):
                 self.findings.append(
-                    f"rank {player.trace.rank} and rank {other.trace.rank} disagree on what "
-                    f"{event.group} does next: {_words(event)}, {_words(its)}\n"
+                    f"{player.trace.name} and {other.trace.name} disagree on what "
+                    f"{event.group} does next: {self._words(event)}, {self._words(its)}\n"
                     + self._both_stacks((player.trace.rank, event), (other.trace.rank, its))
                 )
                 break
@@ -149,25 +151,33 @@ class _Game:
         for place in places:
             if place in player.done:
                 continue
-            event = player.trace.events[place]
-            if event.kind == "send":
-                self._send(player, place)
-            elif not self._receive(player, place):
+            is_send = player.trace.events[place].kind == "send"
+            if is_send and place not in player.posted:
+                self._post(player, place)
+                has_moved = True
+            elif is_send or not self._receive(player, place):
                 continue
-            player.done.add(place)
-            has_moved = True
+            else:
+                player.done.add(place)
+                has_moved = True
         if player.done.issuperset(places):
             self._watcher.exchanged(player.trace.rank, places, player.sources)
             player.at, player.has_begun = places.stop, False
             player.done.clear()
+            player.posted.clear()
             player.sources.clear()
             return True
         return has_moved
 
-    def _send(self, player: _Player, place: int) -> None:
+    def _post(self, player: _Player, place: int) -> None:
+        """Let the receiver take a send. That ends it, if it is one of a batch."""
         event = player.trace.events[place]
-        if event.peer in self._players:
+        is_awaited = event.peer in self._players
+        if is_awaited:
             self._sent[player.trace.rank, event.peer, event.group].append(place)
+        player.posted.add(place)
+        if not (is_awaited and event.batch):
+            player.done.add(place)
 
     def _receive(self, player: _Player, place: int) -> bool:
         event = player.trace.events[place]
@@ -178,11 +188,14 @@ class _Game:
             return False
         source = waiting.pop(0)
         player.sources[place] = event.peer, source
-        sent = self._players[event.peer].trace.events[source]
+        sender = self._players[event.peer]
+        sent = sender.trace.events[source]
+        if sent.batch:
+            sender.done.add(source)
         if (sent.bytes, sent.dtype) != (event.bytes, event.dtype):
             self.findings.append(
-                f"rank {event.peer} sends {_words(sent)}, and rank {player.trace.rank} receives "
-                f"{_words(event)}\n"
+                f"{sender.trace.name} sends {self._words(sent)}, and {player.trace.name} receives "
+                f"{self._words(event)}\n"
                 + self._both_stacks((event.peer, sent), (player.trace.rank, event))
             )
         return True
@@ -203,13 +216,13 @@ class _Game:
         theirs = other.event
         if theirs is None:
             return (
-                f"rank {one.trace.rank} waits in {_words(waits)} of {waits.group} for rank "
-                f"{other.trace.rank}, which has ended its step\n"
+                f"{one.trace.name} waits in {self._words(waits)} of {waits.group} for "
+                f"{other.trace.name}, which has ended its step\n"
                 + self._stack(one.trace.rank, waits)
             )
         return (
-            f"deadlock: rank {one.trace.rank} waits in {_words(waits)} of {waits.group}, and rank "
-            f"{other.trace.rank} in {_words(theirs)} of {theirs.group}\n"
+            f"deadlock: {one.trace.name} waits in {self._words(waits)} of {waits.group}, and "
+            f"{other.trace.name} in {self._words(theirs)} of {theirs.group}\n"
             + self._both_stacks((one.trace.rank, waits), (other.trace.rank, theirs))
         )
 
@@ -229,15 +242,24 @@ class _Game:
                 return other
         return None
 
+    def _name(self, rank: int) -> str:
+        """Only rehearsed ranks are spoken of."""
+        return self._players[rank].trace.name
+
+    def _words(self, event: Event) -> str:
+        peer = f" with {self._name(event.peer)}" if event.peer >= 0 else ""
+        detail = f" ({event.detail})" if event.detail else ""
+        return f"{event.kind}{detail} of {event.bytes} bytes of {event.dtype or 'nothing'}{peer}"
+
     def _stack(self, rank: int, event: Event) -> str:
         frames = self._players[rank].trace.stack_of(event)[:_SHOWN_FRAMES]
         return "\n".join(f"    {frame}" for frame in frames)
 
     def _both_stacks(self, one: tuple[int, Event], other: tuple[int, Event]) -> str:
         """Side by side."""
-        left = [f"rank {one[0]}", *self._players[one[0]].trace.stack_of(one[1])[:_SHOWN_FRAMES]]
+        left = [self._name(one[0]), *self._players[one[0]].trace.stack_of(one[1])[:_SHOWN_FRAMES]]
         right = [
-            f"rank {other[0]}",
+            self._name(other[0]),
             *self._players[other[0]].trace.stack_of(other[1])[:_SHOWN_FRAMES],
         ]
         width = max(map(len, left)) + 2
@@ -254,9 +276,3 @@ def _has_come_to(event: Event | None, group: str) -> bool:
 
 def _signature(event: Event) -> tuple[str, int, str, str]:
     return event.kind, event.bytes, event.dtype, event.detail
-
-
-def _words(event: Event) -> str:
-    peer = f" with rank {event.peer}" if event.peer >= 0 else ""
-    detail = f" ({event.detail})" if event.detail else ""
-    return f"{event.kind}{detail} of {event.bytes} bytes of {event.dtype or 'nothing'}{peer}"

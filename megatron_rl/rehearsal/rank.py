@@ -20,9 +20,11 @@ from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.rehearsal import observed
-from megatron_rl.rehearsal.device import DEVICE, select_rehearsed
+from megatron_rl.rehearsal.device import DEVICE, install_collectives, select_rehearsed
 from megatron_rl.rehearsal.events import PASSES, Trace
+from megatron_rl.rehearsal.rehearse import engine_ranks, rank_name
 from megatron_rl.rehearsal.tracer import Tracer
+from megatron_rl.rehearsal.weight_sync import receive_weights, send_weights
 from megatron_rl.trainer.forward_backward import ForwardStep, PassInputs
 from megatron_rl.trainer.model.build import build_model
 from megatron_rl.trainer.model.policy import Policy
@@ -51,15 +53,16 @@ def rehearse_rank(
     *,
     change: Callable[["TracedTrainer", Work], Work] = lambda trainer, work: work,
 ) -> Trace:
-    """The trace of one rank's step. Changes torch for the whole process.
+    """The trace of one rank's weight sync and step. Changes torch for the whole process.
 
-    change: called with the trainer before the step; returns the rank's work.
+    change: called with the trainer before both; returns the rank's work.
     """
     started = time.monotonic()
     backend = select_rehearsed(cfg.model, rank)
     backend.init_distributed(cfg.parallel, seed=cfg.run.seed, timeout_s=60)
     tracer = Tracer(DEVICE)
     observed.add_flops, observed.read_lengths = tracer.add_flops, tracer.lengths
+    observed.leave_out = tracer.memory.leave_out
     with tracer, batches_marked(tracer), modules_named(tracer):
         with tracer.in_phase("build"):
             tracer.memory.purpose = "weights and gradients"
@@ -74,20 +77,37 @@ def rehearse_rank(
         trainer.take(share_of(replace(work, microbatches=policy.microbatch_multiple), cfg))
         tracer.begin_again()
         work = change(trainer, work)
+        # Before the step, as its buffers stay.
+        syncer = send_weights(cfg, policy, tracer) if engine_ranks(cfg) else None
         trainer.take(share_of(work, cfg))
-    return Trace(
-        rank=rank,
-        groups=tracer.groups,
-        events=tracer.events,
-        stacks=tracer.stacks,
-        reads=tracer.reads,
-        peak_bytes=tracer.memory.peak,
-        peaks=dict(tracer.memory.peaks),
-        peak_parts=tracer.memory.peak_parts,
-        flops=tracer.flops,
-        kernels=dict(tracer.kernels),
+        del syncer
+    return tracer.trace(
+        rank,
+        rank_name(cfg, rank),
         microbatches=trainer.microbatches,
         parameters=sum(p.numel() for chunk in chunks for p in chunk.parameters()),
+        seconds=time.monotonic() - started,
+    )
+
+
+def rehearse_engine_rank(
+    cfg: Config, shape: ModelShape, number: int, *, change: Callable[[int], None]
+) -> Trace:
+    """The trace of an engine rank's weight sync. Changes torch for the whole process.
+
+    number: as in Trace.rank. change: called with it before the weight sync.
+    """
+    started = time.monotonic()
+    install_collectives()
+    tracer = Tracer(DEVICE)
+    with tracer, batches_marked(tracer):
+        change(number)
+        parameters = receive_weights(cfg, shape, number, tracer)
+    return tracer.trace(
+        number,
+        rank_name(cfg, number),
+        microbatches=None,
+        parameters=parameters,
         seconds=time.monotonic() - started,
     )
 

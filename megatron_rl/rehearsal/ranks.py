@@ -4,6 +4,7 @@ FOLDER has request.json. The process imports Megatron-Core once, then forks a ch
 each child writes FOLDER/RANK.json, or its error to FOLDER/RANK.error.
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -22,26 +23,40 @@ _POLL_S = 0.05
 Change = Callable[..., Any]
 
 
-def serve(folder: Path, request: Request, change: Change | None = None) -> None:
-    """Rehearse all ranks, some at a time. change: as that of `rehearse_rank`."""
+def serve(
+    folder: Path, request: Request, change: Change | None = None, of_engine: Change | None = None
+) -> None:
+    """Rehearse all ranks, some at a time.
+
+    change, of_engine: as those of `rehearse_rank` and `rehearse_engine_rank`.
+    """
     # Only here: the stand-in must be in place before Megatron-Core is imported.
     from megatron_rl.config.files import load_config
-    from megatron_rl.rehearsal.rank import Work, rehearse_rank
+    from megatron_rl.rehearsal.rank import Work, rehearse_engine_rank, rehearse_rank
+    from megatron_rl.rehearsal.weight_sync import layouts_of
     from megatron_rl.weights.layout.shape import read_shape
 
     cfg = load_config(Path(request.config), [])
     shape = read_shape(cfg.model.path)
     work = Work(request.microbatches, request.tokens, request.sequence_tokens)
+    if request.engine_ranks:
+        # Once, for all that are forked; those who need a plan that is impossible say why.
+        with contextlib.suppress(ValueError):
+            layouts_of(cfg, shape).plan()
 
     def rehearse(rank: int) -> None:
         try:
-            found = rehearse_rank(cfg, shape, rank, work, change=change or (lambda *_: work))
+            if rank in request.engine_ranks:
+                engine_change = of_engine or (lambda *_: None)
+                found = rehearse_engine_rank(cfg, shape, rank, change=engine_change)
+            else:
+                found = rehearse_rank(cfg, shape, rank, work, change=change or (lambda *_: work))
             write_trace(folder, found)
         except BaseException:
             (folder / f"{rank}.error").write_text(traceback.format_exc())
             raise
 
-    waiting = list(request.ranks)
+    waiting = [*request.ranks, *request.engine_ranks]
     running: dict[int, tuple[int, float]] = {}
     while waiting or running:
         while waiting and len(running) < request.processes:

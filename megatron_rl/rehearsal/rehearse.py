@@ -66,6 +66,8 @@ class Rehearsal:
     """What was rehearsed, and what it found."""
 
     ranks: tuple[int, ...]
+    engine_ranks: tuple[int, ...]
+    """Numbers as in Trace.rank."""
     world_size: int
     microbatches: int
     tokens: int
@@ -100,6 +102,7 @@ def write_request(folder: Path, cfg: Config, options: Options) -> Request:
     request = Request(
         config=str(folder / "config.toml"),
         ranks=chosen_ranks(cfg.parallel, options.choice),
+        engine_ranks=engine_ranks(cfg),
         microbatches=count + -count % multiple,
         tokens=setting.microbatch.tokens,
         sequence_tokens=_sequence_tokens(cfg, options),
@@ -115,16 +118,15 @@ def conclude(folder: Path, cfg: Config, options: Options) -> Rehearsal:
     """The result of the traces in a folder, after its ranks have been rehearsed."""
     request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request)
     cfg, notes = rehearsable(cfg)
-    errors = list(_errors(folder, request.ranks))
-    traces = [
-        read_trace(folder, rank) for rank in request.ranks if (folder / f"{rank}.json").exists()
-    ]
+    everybody = [*request.ranks, *request.engine_ranks]
+    errors = list(_errors(folder, everybody, cfg))
+    traces = [read_trace(folder, rank) for rank in everybody if (folder / f"{rank}.json").exists()]
     setting = replace(
         setting_of(cfg, request.sequence_tokens),
         microbatch=Microbatch(request.tokens, request.microbatches),
-        # A weight sync is not rehearsed.
-        sync_buffer_bytes=0,
     )
+    if not request.engine_ranks:
+        setting = replace(setting, sync_buffer_bytes=0)
     stages = tuple(_stages(read_shape(cfg.model.path), cfg, traces, setting))
     clock = Clock(traces, find_gpu(options.gpu).bf16_flops)
     faults = find_faults(traces, clock) if not errors else []
@@ -132,6 +134,7 @@ def conclude(folder: Path, cfg: Config, options: Options) -> Rehearsal:
         clock.end()
     return Rehearsal(
         ranks=tuple(request.ranks),
+        engine_ranks=tuple(request.engine_ranks),
         world_size=cfg.parallel.world_size,
         microbatches=request.microbatches,
         tokens=request.tokens,
@@ -181,9 +184,23 @@ def rehearsable(cfg: Config) -> tuple[Config, list[str]]:
         # transformer-engine 2.12.0, dot_product_attention/utils.py:1060.
         notes.append("train.deterministic: attention with sinks is rehearsed by the fused kernel; "
                      "CUDA's deterministic one also keeps the scores of all pairs")  # fmt: skip
+    notes += _sync_notes(cfg)
+    weights = cfg.weights.model_copy(update={"groups": 1})
     found = {"model": model, "parallel": parallel, "algorithm": algorithm, "train": train,
-             "optimizer": optimizer}  # fmt: skip
+             "optimizer": optimizer, "weights": weights}  # fmt: skip
     return cfg.model_copy(update=found), notes
+
+
+def _sync_notes(cfg: Config) -> Iterator[str]:
+    """What is left out of a weight sync."""
+    method, groups, codes = cfg.weights.method, cfg.weights.groups, cfg.generator.quantization
+    if method != "reshard":
+        yield f"weights.method={method!r}: no weight sync is rehearsed, as it has no collectives"
+        return
+    if groups > 1:
+        yield f"expert.weights.groups={groups} is rehearsed as 1: all engines in one row"
+    if codes:
+        yield f"generator.quantization={codes!r}: engine ranks are rehearsed without quantising"
 
 
 def chosen_ranks(parallel: ParallelConfig, choice: Choice) -> list[int]:
@@ -201,9 +218,28 @@ def chosen_ranks(parallel: ParallelConfig, choice: Choice) -> list[int]:
     ]
 
 
+def engine_ranks(cfg: Config) -> list[int]:
+    """Numbers of the engine ranks that are rehearsed; []: no weight sync is.
+
+    Those of two replicas: of the one that receives from the trainer, and of the next one.
+    """
+    generator, first = cfg.generator, cfg.parallel.world_size
+    if cfg.weights.method != "reshard":
+        return []
+    return list(range(first, first + min(2, generator.replicas) * generator.tensor_parallel))
+
+
+def rank_name(cfg: Config, number: int) -> str:
+    """Of a trainer rank, or of an engine's by its number."""
+    if number < cfg.parallel.world_size:
+        return f"rank {number}"
+    engine, rank = divmod(number - cfg.parallel.world_size, cfg.generator.tensor_parallel)
+    return f"rank {rank} of engine {engine}"
+
+
 def run_ranks(folder: Path, request: Request) -> None:
     """Have a process of its own rehearse the ranks. Raises RuntimeError when it fails."""
-    waves = -(-len(request.ranks) // request.processes)
+    waves = -(-len(request.ranks + request.engine_ranks) // request.processes)
     done = subprocess.run(
         [sys.executable, "-m", "megatron_rl.rehearsal.ranks", str(folder)],
         capture_output=True,
@@ -215,17 +251,17 @@ def run_ranks(folder: Path, request: Request) -> None:
         raise RuntimeError(f"the rehearsal ended with status {done.returncode}:\n{done.stderr}")
 
 
-def _errors(folder: Path, ranks: Sequence[int]) -> Iterator[str]:
+def _errors(folder: Path, ranks: Sequence[int], cfg: Config) -> Iterator[str]:
     """Of ranks that left no trace; the same error of several ranks once."""
-    found: dict[str, list[int]] = {}
+    found: dict[str, list[str]] = {}
     for rank in ranks:
         if (folder / f"{rank}.json").exists():
             continue
         error = folder / f"{rank}.error"
         text = error.read_text() if error.exists() else "its process was killed\n"
-        found.setdefault(text, []).append(rank)
-    for text, theirs in found.items():
-        yield f"ranks {', '.join(map(str, theirs))} failed:\n{text}"
+        found.setdefault(text, []).append(rank_name(cfg, rank))
+    for text, names in found.items():
+        yield f"{', '.join(names)} failed:\n{text}"
 
 
 def _stages(

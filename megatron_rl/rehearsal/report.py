@@ -19,6 +19,7 @@ _GROUPS = {
     "EXPERT_MODEL_PARALLEL_GROUP": "expert",
     "DATA_PARALLEL_GROUP_WITH_CP": "data",
     "EXPERT_DATA_PARALLEL_GROUP": "data",
+    "WEIGHT_SYNC_LANE": "weight sync",
 }
 """Megatron's description of a group -> dimension; others come to "all"."""
 
@@ -29,8 +30,8 @@ def print_rehearsal(found: Rehearsal, console: Console, *, as_json: bool) -> Non
         console.print(json.dumps(as_tree(found), indent=2), markup=False, soft_wrap=True)
         return
     title = (
-        f"{len(found.ranks)} of {found.world_size} ranks, {found.microbatches} microbatches of "
-        f"{found.tokens:,} tokens, {found.seconds:.0f} s"
+        f"{len(found.ranks)} of {found.world_size} ranks, {len(found.engine_ranks)} of engines, "
+        f"{found.microbatches} microbatches of {found.tokens:,} tokens, {found.seconds:.0f} s"
     )
     stages = (Column(f"stage {stage.number}", justify="right") for stage in _shown(found))
     table = Table(Column("quantity", no_wrap=True), *stages, title=title, title_justify="left")
@@ -50,6 +51,7 @@ def as_tree(found: Rehearsal) -> dict[str, Any]:
     """As JSON's types; bytes, FLOPs and counts."""
     return {
         "ranks": list(found.ranks),
+        "engine_ranks": list(found.engine_ranks),
         "world_size": found.world_size,
         "microbatches": found.microbatches,
         "tokens": found.tokens,
@@ -73,7 +75,8 @@ def _stage_tree(found: Rehearsal, stage: Stage) -> dict[str, Any]:
         "flops": trace.flops,
         "kernels": trace.kernels.get(PASSES, 0),
         "host_waits": _waits(stage),
-        "collectives": len(trace.events),
+        "collectives": trace.calls(is_sync=False),
+        "weight_sync_calls": trace.calls(is_sync=True),
         "bytes": _sent(stage),
         "shares": {n: _share(found, stage, n) for n in ("computes", "exchanges", "waits")},
     }
@@ -94,7 +97,8 @@ def _rows(found: Rehearsal) -> Iterable[tuple[str, list[str]]]:
     kernels = [stage.trace.kernels.get(PASSES, 0) // count for stage in stages]
     yield "kernels of a microbatch", [f"{number:,}" for number in kernels]
     yield "host waits of a microbatch", [f"{_waits(stage) / count:.1f}" for stage in stages]
-    yield "collectives of a step", [f"{len(stage.trace.events):,}" for stage in stages]
+    for name, is_sync in (("collectives of a step", False), ("calls of a weight sync", True)):
+        yield name, [f"{stage.trace.calls(is_sync=is_sync):,}" for stage in stages]
     for name in ("computes", "exchanges", "waits"):
         yield f"share of the time it {name}", [f"{_share(found, s, name):.0%}" for s in stages]
     sent = [_sent(stage) for stage in stages]

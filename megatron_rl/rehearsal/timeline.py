@@ -46,6 +46,7 @@ class Clock(Watcher):
     def __init__(self, traces: Sequence[Trace], peak_flops: float) -> None:
         """peak_flops: of a GPU, per second."""
         self.ranks = {trace.rank: Rank() for trace in traces}
+        self.names = {trace.rank: trace.name for trace in traces}
         self._traces = {trace.rank: trace for trace in traces}
         self._rate = peak_flops * EFFICIENCY
         self._sent: dict[tuple[int, int], float] = {}
@@ -125,7 +126,7 @@ def as_perfetto(clock: Clock) -> str:
     ]  # fmt: skip
     names = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": number,
-         "args": {"name": f"rank {number}"}}
-        for number in clock.ranks
+         "args": {"name": name}}
+        for number, name in clock.names.items()
     ]  # fmt: skip
     return json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"})

@@ -6,6 +6,7 @@ as if every gradient were finite. Each read is recorded, as it makes a CUDA rank
 
 import itertools
 import sys
+import threading
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +28,13 @@ from megatron_rl.rehearsal.collectives import (
     group_of,
     name_of,
 )
-from megatron_rl.rehearsal.events import Event, HostRead, Stack
+from megatron_rl.rehearsal.events import Event, HostRead, Stack, Trace
 from megatron_rl.rehearsal.memory import Memory
 from megatron_rl.rehearsal.values import KnownValues, tensors_in
 
 STACK_FRAMES = 14
-_SKIPPED = ("/torch/", "/megatron_rl/rehearsal/", "/contextlib.py", "/functools.py")
+_SKIPPED = ("/torch/", "/megatron_rl/rehearsal/", "/contextlib.py", "/functools.py",
+            "/threading.py", "/concurrent/futures/")  # fmt: skip
 """Frames that say nothing of where a call comes from."""
 aten = torch.ops.aten
 
@@ -52,6 +54,8 @@ class Tracer(TorchDispatchMode):
         self.phase = ""
         self.received: Callable[[Tensor], Tensor | None] = lambda tensor: None
         """Values of integers that another rank sends."""
+        self.told: Callable[[Tensor], Tensor] = lambda tensor: tensor
+        """Values that another rank broadcasts to a tensor of host memory."""
         self.assumed: Callable[[Any, tuple[Any, ...]], Tensor | None] = lambda func, args: None
         """Values of a result that follows from unknown ones, where a step depends on it."""
         self.selected: Callable[[Tensor], int] = lambda mask: int(mask.numel())
@@ -62,6 +66,7 @@ class Tracer(TorchDispatchMode):
         self._reads: Counter[tuple[str, int, bool]] = Counter()
         self._batch = 0
         self._batches = 0
+        self._thread = threading.local()
 
     # --- what was recorded ----------------------------------------------------------------------
 
@@ -74,6 +79,27 @@ class Tracer(TorchDispatchMode):
     def reads(self) -> list[HostRead]:
         """Places where the host waited, with their counts."""
         return [HostRead(*place, count) for place, count in self._reads.items()]
+
+    def trace(
+        self, rank: int, name: str, *, microbatches: int | None, parameters: int, seconds: float
+    ) -> Trace:
+        """All of it; the arguments are the trace's own."""
+        return Trace(
+            rank=rank,
+            name=name,
+            groups=self.groups,
+            events=self.events,
+            stacks=self.stacks,
+            reads=self.reads,
+            peak_bytes=self.memory.peak,
+            peaks=dict(self.memory.peaks),
+            peak_parts=self.memory.peak_parts,
+            flops=self.flops,
+            kernels=dict(self.kernels),
+            microbatches=microbatches,
+            parameters=parameters,
+            seconds=seconds,
+        )
 
     def begin_again(self) -> None:
         """Forget what was recorded; tensors that live still count."""
@@ -92,6 +118,27 @@ class Tracer(TorchDispatchMode):
             yield
         finally:
             self.phase = self.memory.phase = before
+
+    @contextmanager
+    def threads(self) -> Iterator[None]:
+        """Threads that are started within are traced too; only one of them may work at a time."""
+        start, run = threading.Thread.start, threading.Thread.run
+        starters: dict[threading.Thread, Stack] = {}
+
+        def begin(thread: threading.Thread) -> None:
+            starters[thread] = self._frames()
+            start(thread)
+
+        def work(thread: threading.Thread) -> None:
+            self._thread.starter = starters.pop(thread)
+            with self:
+                run(thread)
+
+        threading.Thread.start, threading.Thread.run = begin, work  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            threading.Thread.start, threading.Thread.run = start, run  # type: ignore[method-assign]
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -226,8 +273,21 @@ class Tracer(TorchDispatchMode):
         )
         if not self._answers:
             return func(*args, **kwargs)
-        self._follow(kind, name, args, ranks)
+        if given and not self._is_ours(given[0]):
+            self._follow_on_host(kind, args, group.rank())
+        else:
+            self._follow(kind, name, args, ranks)
         return answer(func, args)
+
+    def _follow_on_host(self, kind: str, args: tuple[Any, ...], rank: int) -> None:
+        """Values after a collective of host memory: other ranks hold the same as this one."""
+        if kind == "all_gather":
+            for outputs, given in zip(*args[:2], strict=True):
+                for each in outputs:
+                    each.copy_(given)
+        elif kind == "broadcast" and args[2] != rank:
+            [tensor] = args[0]
+            tensor.copy_(self.told(tensor))
 
     def _follow(self, kind: str, name: str, args: tuple[Any, ...], ranks: Sequence[int]) -> None:
         """Values after a collective: other ranks hold the same as this one."""
@@ -250,11 +310,15 @@ class Tracer(TorchDispatchMode):
 
     def _stack(self) -> int:
         """Place of the caller's stack."""
+        return self._stacks.setdefault(self._frames(), len(self._stacks))
+
+    def _frames(self) -> Stack:
+        """The caller's stack, and that of what has started the thread."""
         found = []
         for frame in itertools.islice(_callers(), STACK_FRAMES):
             short = "/".join(frame.f_code.co_filename.rsplit("/", 3)[1:])
             found.append(f"{short}:{frame.f_lineno} {frame.f_code.co_name}")
-        return self._stacks.setdefault(tuple(found), len(self._stacks))
+        return (*found, *getattr(self._thread, "starter", ()))[:STACK_FRAMES]
 
 
 def _callers() -> Iterator[types.FrameType]:

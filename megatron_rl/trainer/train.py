@@ -218,19 +218,26 @@ def open_syncer(cfg: Config, policy: Policy, control: Control) -> Iterator[Weigh
         if int(os.environ["RANK"]) == 0:
             link = GeneratorLink(stack.enter_context(open_router(cfg.ports)))
         method = open_method(cfg, policy, control=control, link=link)
-        syncer = WeightSyncer(
-            method,
-            control,
-            link,
-            replicas=cfg.generator.replicas,
-            min_replicas=cfg.generator.min_replicas,
-            join_timeout_s=cfg.weights.join_timeout_s,
-            overlaps=cfg.weights.overlap,
-            turns=open_turns(cfg, policy, control=control, link=link),
-            fault=lambda: faulty_tensors(*policy.weights),
-        )
+        syncer = make_syncer(cfg, policy, method, control=control, link=link)
         syncer.await_generators()
         yield stack.enter_context(syncer)
+
+
+def make_syncer(
+    cfg: Config, policy: Policy, method: Reshard, *, control: Control, link: GeneratorLink | None
+) -> WeightSyncer:
+    """The syncer of this run's settings."""
+    return WeightSyncer(
+        method,
+        control,
+        link,
+        replicas=cfg.generator.replicas,
+        min_replicas=cfg.generator.min_replicas,
+        join_timeout_s=cfg.weights.join_timeout_s,
+        overlaps=cfg.weights.overlap,
+        turns=open_turns(cfg, policy, control=control, link=link),
+        fault=lambda: faulty_tensors(*policy.weights),
+    )
 
 
 def open_method(
@@ -238,21 +245,27 @@ def open_method(
 ) -> Reshard:
     """The method of weight sync of this run."""
     backend = {"ipc": IPC, "folder": FOLDER}.get(cfg.weights.method, policy.backend.collectives)
-    settings = ExchangeSettings(
+    name = control.share(f"weights-{time.time_ns()}", str)
+    settings = settings_of(cfg, backend, name)
+    place = all_places(policy.chunks[0].config)[control.rank]
+    parameters = named_parameters(policy.chunks)
+    return Reshard(parameters, place, policy.shape, control=control, link=link, settings=settings)
+
+
+def settings_of(cfg: Config, backend: str, name: str) -> ExchangeSettings:
+    """Settings of the exchange, as `ExchangeSettings` says."""
+    return ExchangeSettings(
         host=cfg.ports.host,
         backend=backend,
         dtype=DTYPES[cfg.model.dtype],
         bucket_bytes=cfg.weights.bucket_bytes,
         deadline_s=cfg.weights.deadline_s,
         grace_s=cfg.weights.grace_s,
-        name=control.share(f"weights-{time.time_ns()}", str),
+        name=name,
         groups=cfg.weights.groups,
         folder=cfg.weights_folder,
         keeps=not cfg.generator.release_memory,
     )
-    place = all_places(policy.chunks[0].config)[control.rank]
-    parameters = named_parameters(policy.chunks)
-    return Reshard(parameters, place, policy.shape, control=control, link=link, settings=settings)
 
 
 def open_turns(

@@ -80,6 +80,25 @@ def test_a_plan_worked_by_hand(config_path: Path) -> None:
     assert plan.problems == ()
 
 
+@pytest.mark.parametrize(
+    ("given", "share"),
+    [
+        (["parallel.data=1"], 1),
+        (["parallel.data=8"], 8),
+        # Stages send at the same time.
+        (["parallel.data=4", "parallel.pipeline=2"], 4),
+        (["parallel.data=8", "generator.tensor_parallel=2"], 4),
+        # At most a bucket in each of two rounds.
+        (["parallel.data=2", "generator.tensor_parallel=2"], 1),
+    ],
+)
+def test_the_ranks_of_a_stage_share_the_buffers_of_a_weight_sync(
+    config_path: Path, given: list[str], share: int
+) -> None:
+    size = ["expert.weights.bucket_bytes=80000000", "weights.method=reshard", "parallel.tensor=1"]
+    assert planned(config_path, *size, *given).trainer.sync_buffers == 160_000_000 // share
+
+
 def test_parameters_in_fp8_are_held_twice_during_a_weight_sync(config_path: Path) -> None:
     given = ["model.fp8=tensorwise", "parallel.distributed_optimizer=true"]
     plain = planned(config_path, *given).trainer

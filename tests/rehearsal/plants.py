@@ -7,6 +7,7 @@ serves all of them, as its imports take longer than the tiny ranks.
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,12 @@ from megatron_rl.rehearsal.events import REQUEST, Request
 from megatron_rl.rehearsal.rank import TracedTrainer, Work
 from megatron_rl.rehearsal.ranks import serve
 from megatron_rl.trainer import step
+from megatron_rl.weights.exchange import engine_rank
+from megatron_rl.weights.exchange.group import connect_group
+from megatron_rl.weights.exchange.group_transport import GroupTransport
+from megatron_rl.weights.exchange.parcels import Ends
+from megatron_rl.weights.exchange.plan import Rounds
+from megatron_rl.weights.sync import reshard
 
 
 def skipped(trainer: TracedTrainer, work: Work) -> Work:
@@ -85,10 +92,63 @@ def fewer(trainer: TracedTrainer, work: Work) -> Work:
     return replace(work, microbatches=work.microbatches - is_second)
 
 
-PLANTS: dict[str, Callable[[TracedTrainer, Work], Work] | None] = {
-    "sound": None,
-    **{plant.__name__: plant for plant in (skipped, swapped, unreceived, read, wide, fewer)},
+def reordered(trainer: TracedTrainer, work: Work) -> Work:
+    """Rank 0 sends the second and the third round of a weight sync in another order."""
+    prepare = reshard.outgoing
+
+    def take(*args: Any, **kwargs: Any) -> Ends:
+        first, second, third, *others = prepare(*args, **kwargs)
+        return [first, third, second, *others]
+
+    if dist.get_rank() == 0:
+        reshard.outgoing = take
+    return work
+
+
+def left(trainer: TracedTrainer, work: Work) -> Work:
+    """Rank 0 waits once more in a lane that the others have left."""
+    send = reshard.send
+
+    def take(ends: Ends, transport: GroupTransport, **kwargs: Any) -> None:
+        send(ends, transport, **kwargs)
+        lane = next(iter(transport.lanes.values()))
+        connect_group(lane.group, torch.device("meta"), timedelta(seconds=1))
+
+    if dist.get_rank() == 0:
+        reshard.send = take
+    return work
+
+
+def omitted(number: int) -> None:
+    """An engine rank leaves out the last round of a weight sync."""
+    if number == FIRST_ENGINE_RANK:
+        _prepare_engine(lambda rounds, dtype: (rounds[:-1], dtype))
+
+
+def retyped(number: int) -> None:
+    """An engine rank takes the elements of a weight sync for float32."""
+    if number == FIRST_ENGINE_RANK:
+        _prepare_engine(lambda rounds, dtype: (rounds, torch.float32))
+
+
+def _prepare_engine(change: Callable[[Rounds, torch.dtype], tuple[Rounds, torch.dtype]]) -> None:
+    prepare = engine_rank.incoming
+
+    def take(rounds: Rounds, parameters: Any, dtype: torch.dtype, **kwargs: Any) -> Any:
+        rounds, dtype = change(rounds, dtype)
+        return prepare(rounds, parameters, dtype, **kwargs)
+
+    engine_rank.incoming = take
+
+
+FIRST_ENGINE_RANK = 2
+"""Of a trainer of two ranks."""
+ENGINE_PLANTS = {plant.__name__: plant for plant in (omitted, retyped)}
+PLANTS: dict[str, Callable[[TracedTrainer, Work], Work]] = {
+    plant.__name__: plant
+    for plant in (skipped, swapped, unreceived, read, wide, fewer, reordered, left)
 }
+"""The faults of trainer ranks; a rehearsal with another name is sound."""
 
 
 def _tensor() -> torch.Tensor:
@@ -108,7 +168,8 @@ def _after_step(trainer: TracedTrainer, action: Callable[[], object]) -> None:
 def main(folder: Path) -> None:
     for place in sorted(folder.iterdir()):
         request = msgspec.json.decode((place / REQUEST).read_bytes(), type=Request)
-        serve(place, request, PLANTS[place.name.partition("-")[0]])
+        name = place.name.partition("-")[0]
+        serve(place, request, PLANTS.get(name), ENGINE_PLANTS.get(name))
 
 
 if __name__ == "__main__":

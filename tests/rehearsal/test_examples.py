@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from megatron_rl.cli import main as cli
+from megatron_rl.cli.plan_weights import forecast
 from megatron_rl.config.files import load_config
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.protocol.process import EXIT_BAD_INPUT
+from megatron_rl.rehearsal.events import SYNC
 from megatron_rl.rehearsal.rehearse import chosen_ranks, rehearsable
 from tests.rehearsal.shapes import (
     EXAMPLES,
@@ -38,8 +40,13 @@ def test_an_example_has_no_problem_and_the_planned_memory(
     found = json.loads(capsys.readouterr().out)
     assert found["problems"] == []
     assert len(found["stages"]) == load_config(Path(words[0]), []).parallel.pipeline
+    cfg = load_config(Path(words[0]), words[1:2])
+    is_sent = cfg.weights.method == "reshard"
+    assert bool(found["engine_ranks"]) == is_sent
     for stage in found["stages"]:
         assert stage["peak_bytes"] == pytest.approx(stage["planned_bytes"], rel=0.03)
+        assert bool(stage["weight_sync_calls"]) == is_sent
+        assert stage["peak_parts"].get(SYNC, 0) <= forecast(cfg).peak_bytes
 
 
 @pytest.mark.exhaustive

@@ -10,9 +10,9 @@ GROUPS = {ALL: [0, 1, 2], PAIR: [0, 1]}
 def trace(rank: int, *events: Event) -> Trace:
     groups = {name: ranks for name, ranks in GROUPS.items() if rank in ranks}
     return Trace(
-        rank=rank, groups=groups, events=list(events), stacks=[(f"a.py:{rank} f",)], reads=[],
-        peak_bytes=0, peaks={}, peak_parts={}, flops=0, kernels={}, microbatches=1, parameters=0,
-        seconds=0.0,
+        rank=rank, name=f"rank {rank}", groups=groups, events=list(events),
+        stacks=[(f"a.py:{rank} f",)], reads=[], peak_bytes=0, peaks={}, peak_parts={}, flops=0,
+        kernels={}, microbatches=1, parameters=0, seconds=0.0,
     )  # fmt: skip
 
 
@@ -75,3 +75,14 @@ def test_sends_are_taken_in_their_order_and_their_sizes_compared() -> None:
 
 def test_ranks_that_were_not_rehearsed_are_taken_to_do_their_part() -> None:
     assert find_faults([trace(0, reduced(ALL), sent(2), received(2))]) == []
+
+
+def test_a_batch_is_one_kernel_so_its_sends_end_when_they_are_received() -> None:
+    first = trace(0, sent(1, batch=1), reduced(PAIR))
+    assert find_faults([first, trace(1, received(0, batch=1), reduced(PAIR))]) == []
+    [found, unreceived] = find_faults([first, trace(1, reduced(PAIR), received(0, batch=1))])
+    assert found.startswith("deadlock: rank 1 waits in all_reduce ")
+    assert "and rank 0 in send of 4 bytes" in found and "never receives" in unreceived
+    # A send of its own waits for nobody.
+    alone = trace(0, sent(1), reduced(PAIR))
+    assert find_faults([alone, trace(1, reduced(PAIR), received(0))]) == []

@@ -30,12 +30,22 @@ LAYOUTS = {
         "parallel.expert=2",
     ),
 }
+ENGINES = ("generator.replicas=3", "expert.weights.bucket_bytes=16384")
+LAYOUTS["lanes"] = (*LAYOUTS["pipeline"], *ENGINES, "generator.tensor_parallel=2")
+LAYOUTS["reference"] = (
+    *LAYOUTS["data"],
+    "algorithm.reference.policy=start",
+    "algorithm.kl.placement=loss",
+)
+LAYOUTS["lane"] = (*LAYOUTS["data"], *ENGINES)
 CASES = {
-    "sound-data": "data", "sound-pipeline": "pipeline", "sound-context": "context",
-    "sound-interleaved": "interleaved", "sound-sinks": "sinks", "skipped": "data",
-    "swapped": "pipeline", "unreceived": "pipeline", "read": "data", "fewer": "data",
+    "sound-lanes": "lanes", "sound-reference": "reference", "sound-data": "data",
+    "sound-pipeline": "pipeline",
+    "sound-context": "context", "sound-interleaved": "interleaved", "sound-sinks": "sinks",
+    "skipped": "data", "swapped": "pipeline", "unreceived": "pipeline", "read": "data",
+    "fewer": "data", "omitted": "lane", "retyped": "lane", "reordered": "lane", "left": "lane",
 }  # fmt: skip
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow(40)]
+pytestmark = [pytest.mark.timeout(330), pytest.mark.slow(40)]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +69,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rehearsal]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     subprocess.run(
         [sys.executable, "-m", "tests.rehearsal.plants", str(folder)],
-        cwd=ROOT, env=environment, check=True, timeout=150,
+        cwd=ROOT, env=environment, check=True, timeout=280,
     )  # fmt: skip
     return {name: conclude(folder / name, *case) for name, case in cases.items()}
 
@@ -70,7 +80,10 @@ def _config(model: Path, *overrides: str) -> Config:
     return load_config(path, list(overrides))
 
 
-@pytest.mark.parametrize("name", ["data", "pipeline", "context", "interleaved", "sinks", "large"])
+SOUND = ["data", "pipeline", "context", "interleaved", "sinks", "lanes", "reference", "large"]
+
+
+@pytest.mark.parametrize("name", SOUND)
 def test_the_products_own_step_has_no_fault(found: dict[str, Rehearsal], name: str) -> None:
     assert found[f"sound-{name}"].problems == ()
     for stage in found[f"sound-{name}"].stages:
@@ -124,3 +137,56 @@ def test_another_number_of_microbatches(found: dict[str, Rehearsal]) -> None:
     assert found["fewer"].problems[0] == (
         "rank 1 takes 2 microbatches, and rank 0 takes 3: every rank needs as many"
     )
+
+
+def test_an_engine_rank_that_leaves_out_a_round_of_a_weight_sync(
+    found: dict[str, Rehearsal],
+) -> None:
+    [sender, *unreceived] = found["omitted"].problems
+    assert re.match(r"rank \d waits in send of \d+ bytes of uint8 with rank 0 of engine 0 of "
+                    r"WEIGHT_SYNC_LANE \[0..4\] for rank 0 of engine 0, which has ended",
+                    sender)  # fmt: skip
+    assert "group_transport.py" in sender and " send" in sender
+    for rank, text in zip((0, 1), unreceived, strict=True):
+        assert text.startswith(
+            f"rank {rank} sends 1 times to rank 0 of engine 0 in WEIGHT_SYNC_LANE"
+        )
+
+
+def test_rounds_of_a_weight_sync_in_another_order_on_one_rank(found: dict[str, Rehearsal]) -> None:
+    problems = found["reordered"].problems
+    assert problems[0].startswith("rank 0 sends send of ")
+    assert "rank 0 of engine 0 receives" in problems[0]
+
+
+def test_an_engine_rank_that_takes_another_dtype(found: dict[str, Rehearsal]) -> None:
+    sizes = re.match(r".+ sends send of (\d+) bytes .+ receives recv of (\d+) bytes",
+                     found["retyped"].problems[0])  # fmt: skip
+    assert sizes is not None
+    sent, received = (int(size) for size in sizes.groups())
+    # 24 bytes of digest and version.
+    assert received - 24 == 2 * (sent - 24)
+
+
+def test_a_rank_that_waits_in_a_lane_that_the_others_have_left(
+    found: dict[str, Rehearsal],
+) -> None:
+    [problem] = found["left"].problems
+    assert problem.startswith("deadlock: rank 1 waits in broadcast (root 0) of 8 bytes of int64 of "
+                              "HOST_MEMORY [0,1], and rank 0 in all_reduce of 4 bytes of "
+                              "float32 of WEIGHT_SYNC_LANE [0..4]")  # fmt: skip
+    assert "group.py" in problem and " connect_group" in problem
+
+
+def test_a_reference_costs_a_forward_pass_and_the_memory_of_its_logprobs(
+    found: dict[str, Rehearsal],
+) -> None:
+    plain, compared = (found[f"sound-{name}"].stages[0].trace for name in ("data", "reference"))
+    # Multiplied with each of 3 x 64 tokens: 4 layers, and 256 rows of the output layer.
+    layer = (4 + 2 * 2) * 16 * 64 + 64 * 64 + 3 * 160 * 64
+    forward = 3 * 64 * 2 * (4 * layer + 256 * 64)
+    assert compared.flops - plain.flops == pytest.approx(forward, rel=0.03)
+    # Sequences of 24, 24 and 16 tokens, an eighth of which are prompts. The reference's weights are
+    # in host memory, and trade places with the policy's.
+    completions = 3 * (21 + 21 + 14)
+    assert 4 * completions <= compared.peak_bytes - plain.peak_bytes <= 8 * completions

@@ -31,7 +31,9 @@ from tests.rehearsal.shapes import SMOLLM2_135M, TINY, TINY_GPT_OSS, write_shape
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow(30)]
 SMALL = ("train.microbatch_tokens=96", "generator.context_tokens=96", "sampling.max_new_tokens=32")
-LOCAL = ("expert.model.layers=local", "model.dtype=float32", "expert.train.max_mismatch=0")
+LOCAL = ("expert.model.layers=local", "model.dtype=float32", "expert.train.max_mismatch=0",
+         # No weight sync: see test_weight_sync.py.
+         "weights.method=folder")  # fmt: skip
 
 
 def config_of(folder: Path, values: dict[str, Any], *overrides: str) -> Config:

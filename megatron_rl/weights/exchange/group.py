@@ -19,7 +19,7 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 NON_BLOCKING = "TORCH_NCCL_USE_COMM_NONBLOCKING"
 CALL_LIMIT_S = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+LANE = "WEIGHT_SYNC_LANE"
+"""What torch calls such a group in its own messages."""
 
 # The environment and the default group belong to the whole process.
 _making = threading.Lock()
@@ -119,9 +121,17 @@ def listen(address: str, port: int) -> int:
 
 
 def join_group(
-    store: dist.Store, rank: int, world_size: int, *, name: str, backend: str, timeout_s: float
+    store: dist.Store,
+    rank: int,
+    members: Sequence[int],
+    *,
+    name: str,
+    backend: str,
+    timeout_s: float,
 ) -> dist.ProcessGroup:
-    """Form the group; over gloo it returns when all `world_size` ranks have joined.
+    """Form the group; over gloo it returns when all members have joined.
+
+    rank: in the group. members: the number of each rank of it, by which torch knows them.
 
     NCCL waits for them in the group's first operation: see `connect_group`. The ranks need not
     share a default process group. Raises torch's DistError when the others do not come within
@@ -136,7 +146,7 @@ def join_group(
             options.config.blocking = 0
     with made_apart(timeout_s) if has_devices else nullcontext():
         group, _ = distributed_c10d._new_process_group_helper(
-            world_size,
+            len(members),
             rank,
             [],
             dist.Backend(backend),
@@ -144,9 +154,11 @@ def join_group(
             group_name=name,
             backend_options=options,
             timeout=timedelta(seconds=timeout_s),
+            group_desc=LANE,
         )
     # Collectives look up a rank's place in a group here (torch 2.11 to 2.14.1).
-    distributed_c10d._world.pg_group_ranks[group] = {index: index for index in range(world_size)}
+    places = {member: place for place, member in enumerate(members)}
+    distributed_c10d._world.pg_group_ranks[group] = places
     return group
 
 

@@ -89,15 +89,17 @@ class GroupTransport(Transport):
             for receiver in [self._rank] if replica else plan.receivers:
                 roots = tuple(plan.roots(receiver))
                 if replica or self._rank in roots:
-                    self._groups[call.group][1][receiver] = self._join(receiver, roots)
+                    lane = self._join(receiver, roots, len(plan.receivers))
+                    self._groups[call.group][1][receiver] = lane
 
-    def _join(self, receiver: int, roots: tuple[int, ...]) -> Lane:
+    def _join(self, receiver: int, roots: tuple[int, ...], engine_ranks: int) -> Lane:
         call, replica = self._call, self._replica
         place = call.replicas.index(replica) if replica else -1
         group = join_group(
             self._store,
             len(roots) + place if replica else roots.index(self._rank),
-            len(roots) + len(call.replicas),
+            # The plan's numbers, continued by the ranks of each further engine.
+            [*roots, *(receiver + engine_ranks * number for number in range(len(call.replicas)))],
             name=f"{call.group}/{receiver}",
             backend=self._backend,
             timeout_s=self.left().total_seconds(),

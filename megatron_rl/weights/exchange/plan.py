@@ -340,7 +340,9 @@ class Layouts(msgspec.Struct, frozen=True):
 
     def plan(self) -> Plan:
         """The plan; rank r of each engine is receiver `trainer_ranks + r`. Raises ValueError."""
-        return _plan_of(self)
+        # The same for layouts of any trainer rank.
+        like = place_of(0, self.trainer_ranks, self.like)
+        return _plan_of(msgspec.structs.replace(self, like=like))
 
 
 @functools.lru_cache(maxsize=4)

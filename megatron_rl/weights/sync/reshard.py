@@ -133,14 +133,15 @@ class Reshard:
             self._leader = Leader(link, master, settings, control.world_size)
             port = master.port
         port = control.share(port, int)
-        store = open_store(settings.host, port, is_master=False, timeout_s=settings.deadline_s)
+        self.store = open_store(settings.host, port, is_master=False, timeout_s=settings.deadline_s)
+        """This rank's connection to the store in which trainer and engine ranks meet."""
         self._remove_files()
         self._transport = open_transport(
-            store, control.rank, self._device, backend=settings.backend, dtype=settings.dtype,
+            self.store, control.rank, self._device, backend=settings.backend, dtype=settings.dtype,
             folder=settings.folder, syncer=settings.name,
         )  # fmt: skip
         self._sender = Sender(
-            store,
+            self.store,
             self._transport,
             rank=control.rank,
             dtype=settings.dtype,

@@ -30,7 +30,7 @@ MOVES = (Move(4, 4, "a", 0, 0, "b", 0, 0),)
 
 
 def make(name: str = "exchange", timeout_s: float = 2.5) -> ScriptedNccl:
-    join_group(dist.HashStore(), 0, 3, name=name, backend="nccl", timeout_s=timeout_s)
+    join_group(dist.HashStore(), 0, range(3), name=name, backend="nccl", timeout_s=timeout_s)
     return ScriptedNccl.made[-1]
 
 

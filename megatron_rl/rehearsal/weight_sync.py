@@ -1,0 +1,230 @@
+"""One weight sync of a rehearsed rank: a trainer rank sends, or a rank of an engine receives.
+
+Each process conducts the whole weight sync by the product's leader, with a store of its own. Two
+threads are the product's (`weights/sync/reshard.py`): leader and sender. What the other processes
+would say by messages and in the store, `Peers` says; what they would send, nobody sends.
+"""
+
+import os
+import queue
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.config.generator import GeneratorConfig
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.nccl_settings import CHOSEN, own_settings
+from megatron_rl.protocol.types import Ack, AnyMessage, Hello, Receive
+from megatron_rl.protocol.wire import Router
+from megatron_rl.rehearsal.device import DEVICE
+from megatron_rl.rehearsal.events import SYNC
+from megatron_rl.rehearsal.tracer import Tracer
+from megatron_rl.trainer.model.build import DTYPES
+from megatron_rl.trainer.model.policy import Policy
+from megatron_rl.trainer.train import make_syncer, open_method, settings_of
+from megatron_rl.weights.exchange import packets
+from megatron_rl.weights.exchange.engine_rank import EngineRank
+from megatron_rl.weights.exchange.group import open_store
+from megatron_rl.weights.exchange.orders import Ready, Report, key
+from megatron_rl.weights.exchange.plan import Layouts, kind_of
+from megatron_rl.weights.layout.place import like_of
+from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.slices import Slice
+from megatron_rl.weights.sync.control import Control, T
+from megatron_rl.weights.sync.leader import Leader
+from megatron_rl.weights.sync.link import GeneratorLink
+from megatron_rl.weights.sync.syncer import WeightSyncer
+
+LIMIT_S = 250.0
+"""Of every wait of a weight sync; below that of a rank (`rehearse.RANK_LIMIT_S`)."""
+JOIN_LIMIT_S = 2.0
+"""After a transfer that failed, until the rehearsal says why."""
+
+
+class Peers(Router):
+    """All generators, and the ranks of their engines but those of this process.
+
+    Stands in the place of rank 0's socket. They obey at once, and report that all arrived whole.
+    """
+
+    def __init__(self, generator: GeneratorConfig, own: tuple[int, int] = (-1, -1)) -> None:
+        """own: replica and rank that this process has."""
+        self.members = {
+            # The order of their names is that in which they hand on.
+            f"engine-{number:06}": Hello(
+                generator.tensor_parallel,
+                generator.engine,
+                "rehearsed",
+                expert_parallel=generator.expert_parallel,
+                nccl=own_settings(),
+            )
+            for number in range(generator.replicas)
+        }
+        self._own = [*self.members][own[0]] if own[0] >= 0 else "", own[1]
+        self._said: deque[tuple[str, AnyMessage]] = deque(self.members.items())
+        self._store: dist.TCPStore | None = None
+        self.orders: queue.Queue[Receive] = queue.Queue()
+        """For the engine of this process."""
+
+    def send(self, peer: str, message: AnyMessage) -> bool:
+        """The peer obeys and answers."""
+        if isinstance(message, Receive):
+            self._take_part(peer, message)
+        self._said.append((peer, Ack(type(message).__name__)))
+        return True
+
+    def receive(self, timeout_s: float) -> tuple[str, AnyMessage] | None:
+        """What a peer has said."""
+        if self._said:
+            return self._said.popleft()
+        time.sleep(timeout_s)
+        return None
+
+    def _take_part(self, peer: str, order: Receive) -> None:
+        if self._store is None:
+            self._store = open_store(
+                order.address, order.port, is_master=False, timeout_s=order.deadline_s
+            )
+        for rank in range(self.members[peer].world_size):
+            if (peer, rank) != self._own:
+                for kind, said in (("ready", Ready()), ("done", Report())):
+                    where = key(kind, order.attempt, peer, rank)
+                    self._store.set(where, msgspec.json.encode(said))
+        if peer == self._own[0]:
+            self.orders.put(order)
+
+
+class KnownControl(Control):
+    """Shares a value that each process has computed, as each plays rank 0 for itself."""
+
+    def share(self, value: Any, kind: type[T]) -> T:
+        """As the trainer's: through broadcasts from rank 0."""
+        self._frame = bytearray(msgspec.msgpack.encode(value))
+        return super().share(value, kind)
+
+    def told(self, tensor: Tensor) -> Tensor:
+        """What rank 0 broadcasts to such a tensor: the size of the frame, or the frame."""
+        if tensor.dtype is torch.int64:
+            return torch.tensor([len(self._frame)])
+        return torch.frombuffer(self._frame, dtype=torch.uint8)
+
+
+def send_weights(cfg: Config, policy: Policy, tracer: Tracer) -> WeightSyncer:
+    """A trainer rank's part in a weight sync; the syncer, which keeps its buffers.
+
+    Raises RuntimeError for a transfer that fails.
+    """
+    cfg = _bounded(cfg)
+    control = KnownControl(policy.backend.host_group(LIMIT_S))
+    tracer.told = control.told
+    peers = Peers(cfg.generator)
+    link = GeneratorLink(peers)
+    with tracer.in_phase(SYNC), tracer.threads():
+        tracer.memory.purpose = SYNC
+        method = open_method(cfg, policy, control=control, link=link)
+        _prepare(method.store, [r for r in range(control.world_size) if r != control.rank])
+        syncer = make_syncer(cfg, policy, method, control=control, link=link)
+        syncer.await_generators()
+        syncer.sync(version=0)
+        if method.store.check([failed := key("failed", 0)]):
+            raise RuntimeError(method.store.get(failed).decode())
+    return syncer
+
+
+def layouts_of(cfg: Config, shape: ModelShape) -> Layouts:
+    """Trainer and engines of the configuration, as the trainer describes them."""
+    [kind] = {kind_of(hello) for hello in Peers(cfg.generator).members.values()}
+    dtype, bucket_bytes = DTYPES[cfg.model.dtype], cfg.weights.bucket_bytes
+    trainers = cfg.parallel.world_size
+    return Layouts(shape, like_of(cfg.parallel), trainers, kind, dtype.itemsize, bucket_bytes)
+
+
+def receive_weights(cfg: Config, shape: ModelShape, number: int, tracer: Tracer) -> int:
+    """An engine rank's part in a weight sync; the count of its parameters.
+
+    Raises RuntimeError when it fails.
+    """
+    cfg = _bounded(cfg)
+    layouts, trainers = layouts_of(cfg, shape), cfg.parallel.world_size
+    engine, rank = divmod(number - trainers, layouts.kind.world_size)
+    peers = Peers(cfg.generator, (engine, rank))
+    settings = settings_of(cfg, dist.Backend.NCCL, "rehearsal")
+    parameters = _allocate(layouts.kind.slices(shape, rank), settings.dtype)
+    held = EngineRank(lambda: parameters, rank, settings.dtype, may_pad_ffn=False)
+    master = open_store(settings.host, 0, is_master=True, timeout_s=LIMIT_S)
+    leader = Leader(GeneratorLink(peers), master, settings, trainers)
+    leader.announce(0, layouts)
+    _prepare(master, range(trainers))
+    # No word of a packet is known: they are taken to arrive whole.
+    tracer.assumed = _is_whole
+    with ExitStack() as stack:
+        stack.enter_context(tracer.in_phase(SYNC))
+        stack.enter_context(tracer.threads())
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        tracer.memory.purpose = SYNC
+        leading = pool.submit(leader.lead, [(0, peers.members)], 0)
+        held.take(peers.orders.get(timeout=LIMIT_S))
+        if failed := leading.result().failed:
+            raise RuntimeError("; ".join(failed.values()))
+    return sum(parameter.numel() for parameter in parameters.values())
+
+
+def _bounded(cfg: Config) -> Config:
+    """The configuration for peers that are all in this process. Prepares the process too."""
+    _trace_digests_once()
+    for name, value in CHOSEN.items():
+        os.environ.setdefault(name, value)
+    limits = {"deadline_s": LIMIT_S, "grace_s": LIMIT_S, "join_timeout_s": JOIN_LIMIT_S}
+    return cfg.model_copy(
+        update={
+            "weights": cfg.weights.model_copy(update=limits),
+            "ports": cfg.ports.model_copy(update={"host": "127.0.0.1"}),
+        }
+    )
+
+
+def _trace_digests_once() -> None:
+    """Take a digest whole for the first payload of its size; others would be the same operations.
+
+    They would be most of the time of a rehearsal.
+    """
+    take, sizes = packets.word_sums, set[int]()
+
+    def digest(payload: Tensor) -> Tensor:
+        if payload.numel() in sizes:
+            return payload.new_empty(packets.WORDS, dtype=torch.int64)
+        sizes.add(payload.numel())
+        return take(payload)
+
+    packets.word_sums = digest
+
+
+def _prepare(store: dist.Store, ranks: Sequence[int]) -> None:
+    """Other trainer ranks wait for the first call."""
+    for rank in ranks:
+        store.set(key("prepared", 0, rank), "")
+
+
+def _allocate(slices: Sequence[Slice], dtype: torch.dtype) -> Mapping[str, Tensor]:
+    """An engine rank's parameters, which its slices cover."""
+    sizes: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for part in slices:
+        rows, columns = sizes[part.local]
+        sizes[part.local] = (
+            max(rows, part.local_row + part.rows),
+            max(columns, part.local_column + part.columns),
+        )
+    return {name: torch.empty(size, dtype=dtype, device=DEVICE) for name, size in sizes.items()}
+
+
+def _is_whole(func: object, args: tuple[object, ...]) -> Tensor | None:
+    """Whether a parcel is damaged follows from words that are not there."""
+    return torch.tensor(False) if func is torch.ops.aten.bitwise_not.default else None

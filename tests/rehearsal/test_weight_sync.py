@@ -1,0 +1,136 @@
+"""A rehearsed weight sync beside real ranks' over gloo, and beside figures from sizes."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.cli.plan_weights import forecast
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
+from megatron_rl.rehearsal.events import SYNC, Trace, read_trace
+from megatron_rl.rehearsal.rehearse import Options, conclude, rehearsable
+from megatron_rl.weights.exchange.group import LANE
+from megatron_rl.weights.exchange.plan import EngineKind, Layouts
+from megatron_rl.weights.layout.place import like_of
+from megatron_rl.weights.layout.shape import read_shape
+from tests.distributed import run_ranks
+from tests.ports import free_port
+from tests.rehearsal.shapes import TINY, write_shape
+from tests.rehearsal.test_real_ranks import SMALL, asdict_of, config_of, rehearsed
+from tests.weights.exchange.test_chain import be_rank
+from tests.weights.made_up import buffer_bytes
+
+OPTIONS = Options(choice="all", microbatches=1, mean_tokens=24)
+TRAINERS, REPLICAS, ENGINE_RANKS, BUCKET_BYTES = 2, 2, 2, 40_000
+SIZES = (
+    "weights.method=reshard", "expert.model.layers=auto", "parallel.tensor=2",
+    "parallel.sequence=true", f"generator.replicas={REPLICAS}",
+    f"generator.tensor_parallel={ENGINE_RANKS}", f"expert.weights.bucket_bytes={BUCKET_BYTES}",
+)  # fmt: skip
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow(40)]
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, list[Trace]]:
+    """The configuration, and the traces of two trainer ranks and of two ranks of each engine."""
+    folder = tmp_path_factory.mktemp("sync")
+    cfg = config_of(folder / "model", TINY, *SMALL, *SIZES)
+    request, traces = rehearsed(folder / "traces", cfg, OPTIONS)
+    assert conclude(folder / "traces", cfg, OPTIONS).problems == ()
+    return cfg, [*traces, *(read_trace(folder / "traces", n) for n in request.engine_ranks)]
+
+
+def layouts_of(cfg: Config) -> Layouts:
+    kind = EngineKind(cfg.generator.engine, ENGINE_RANKS)
+    shape = read_shape(cfg.model.path)
+    return Layouts(shape, like_of(cfg.parallel), TRAINERS, kind, 4, BUCKET_BYTES)
+
+
+def moved(trace: Trace, kind: str) -> int:
+    """Bytes of a rank's sends or receives in lanes."""
+    return sum(e.bytes for e in trace.events if e.kind == kind and e.group.startswith(LANE))
+
+
+def overheads(cfg: Config, end: str) -> Counter[int]:
+    """Bytes of padding and trailers by sender or receiver."""
+    found: Counter[int] = Counter()
+    for parcel in (parcel for each in layouts_of(cfg).plan().rounds for parcel in each):
+        found[getattr(parcel, end)] += buffer_bytes(parcel, torch.float32) - 4 * parcel.size
+    return found
+
+
+def test_each_trainer_rank_roots_the_bytes_that_plan_weights_says(
+    played: tuple[Config, list[Trace]],
+) -> None:
+    cfg, traces = played
+    over = overheads(cfg, "sender")
+    sent = tuple(moved(trace, "send") - over[trace.rank] for trace in traces[:TRAINERS])
+    assert sent == forecast(cfg).sent and min(sent) > 0
+
+
+def test_each_engine_rank_receives_its_shard_once_and_hands_it_on(
+    played: tuple[Config, list[Trace]],
+) -> None:
+    cfg, traces = played
+    # Half of 4 + 2 * 2 heads of 16, of the output projection and of 160 units; whole norms.
+    layer = 128 // 2 * 64 + 64 // 2 * 64 + 3 * 160 // 2 * 64 + 2 * 64
+    over = overheads(cfg, "receiver")
+    for number, trace in enumerate(traces[TRAINERS:]):
+        engine, rank = divmod(number, ENGINE_RANKS)
+        # Of 250 words, padded to 256, for embedding and output layer.
+        elements = 4 * layer + 64 + 2 * 64 * (128, 122)[rank]
+        assert trace.parameters == elements
+        received = 4 * elements + over[TRAINERS + rank]
+        assert moved(trace, "recv") == received
+        assert moved(trace, "send") == (received if engine + 1 < REPLICAS else 0)
+
+
+@pytest.mark.exhaustive
+def test_real_ranks_over_gloo_make_the_rehearsed_calls(
+    played: tuple[Config, list[Trace]],
+) -> None:
+    cfg, traces = played
+    ranks = TRAINERS + REPLICAS * ENGINE_RANKS
+    real = run_ranks(recorded, ranks, free_port(), layouts_of(cfg), timeout_s=200)
+    for trace, events in zip(traces, real, strict=True):
+        first = [asdict_of(e) for e in trace.events if e.group.startswith(LANE)]
+        # The second transfer finds its lanes.
+        again = [event for event in first if event["kind"] != "all_reduce"]
+        assert events == first + again and len(again) > 10
+
+
+def recorded(port: int, layouts: Layouts) -> list[dict[str, Any]]:
+    """What this real rank does in lanes, in two weight syncs."""
+    from megatron_rl.rehearsal.rank import batches_marked
+    from megatron_rl.rehearsal.tracer import Tracer
+
+    tracer = Tracer(torch.device("cpu"), answers=False)
+    with tracer, batches_marked(tracer):
+        be_rank(port, layouts, REPLICAS, "gloo")
+    return [asdict_of(event) for event in tracer.events]
+
+
+def test_all_agree_in_host_memory_before_and_after_a_transfer(
+    played: tuple[Config, list[Trace]],
+) -> None:
+    _, traces = played
+    for trace in traces[:TRAINERS]:
+        lanes = [e.group.startswith(LANE) for e in trace.events if e.phase == SYNC]
+        first, last = lanes.index(True), len(lanes) - lanes[::-1].index(True)
+        assert all(lanes[first:last]) and first > 0 and last < len(lanes)
+
+
+def test_what_has_no_collectives_is_left_out_and_said(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f'[model]\npath = "{write_shape(tmp_path, TINY)}"\n')
+    cases = {
+        "weights.method=folder": "no weight sync is rehearsed",
+        "expert.weights.groups=2": "is rehearsed as 1",
+        "generator.quantization=fp8": "rehearsed without quantising",
+    }
+    for word, said in cases.items():
+        [note] = rehearsable(load_config(path, [word]))[1]
+        assert said in note
