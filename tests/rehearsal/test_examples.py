@@ -107,11 +107,11 @@ def test_what_transformer_engine_cannot_do_with_sinks_is_the_problem(
 ) -> None:
     model = write_shape(tmp_path, TINY_GPT_OSS)
     (tmp_path / "run.toml").write_text(f'[model]\npath = "{model}"\n')
-    sizes = ["train.microbatch_tokens=64", "generator.context_tokens=64", "generator.engine=hf"]
+    sizes = ["train.microbatch_tokens=64", "generator.context_tokens=64"]
     words = [str(tmp_path / "run.toml"), *sizes, "sampling.max_new_tokens=32"]
     assert cli.main(["rehearse", *words, "parallel.context=2", "--json"]) == 1
     [problem] = json.loads(capsys.readouterr().out)["problems"]
-    assert problem.startswith("ranks 0, 1 failed:")
+    assert problem.startswith("rank 0, rank 1 failed:")
     assert "parallel.context = 2: TransformerEngine exchanges neither keys nor values" in problem
 
 
