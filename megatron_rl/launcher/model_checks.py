@@ -7,8 +7,6 @@ headers of its weights. Each check raises InputError.
 import json
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from generation.engine import EngineError
 from generation.vllm_command import installed_release, refuse_model
 from megatron_rl.backend.cpu import sglang as sglang_cpu
@@ -56,6 +54,8 @@ def check_model_folder(folder: Path) -> None:
 
 def check_weights(folder: Path, key: str) -> None:
     """All files of weights are there, and none is cut off; only their headers are read."""
+    from safetensors import SafetensorError, safe_open
+
     files = weight_files(folder)
     if not files:
         raise InputError(f"{key} = {folder}: the folder has no *.safetensors")
