@@ -5,7 +5,6 @@ HF_HUB_OFFLINE=1, or without a network, only the cache of huggingface_hub is use
 model's repository is executed.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -14,11 +13,10 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.paths import is_hub_name
 from megatron_rl.config.tree import Config
 from megatron_rl.data.tables.hub import INFO_TIMEOUT_S, HubSilent, hub_answers, is_commit
+from megatron_rl.protocol.weight_files import weight_files
 from megatron_rl.weights.layout.shape import FOR_SIZES
 
 _SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _SNAPSHOT = re.compile(r".*/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})/?")
 
 
@@ -138,26 +136,10 @@ def _from_cache(name: str, revision: str, *, only_sizes: bool) -> Path | None:
         folder = Path(snapshot_download(name, revision=revision or None, local_files_only=True))
     except errors.LocalEntryNotFoundError:
         return None
-    files = weight_files(folder)
-    has_weights = bool(files) and all(file.exists() for file in files)
-    is_whole = (folder / "config.json").exists() and (only_sizes or has_weights)
+    is_whole = (folder / "config.json").exists() and (only_sizes or _has_weights(folder))
     return folder if is_whole else None
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Files of a folder's weights: the single one, or those of the index, which may be missing.
-
-    Raises InputError for a damaged index.
-    """
-    index = folder / INDEX
-    if (folder / SINGLE).exists():
-        return [folder / SINGLE]
-    if not index.exists():
-        return sorted(folder.glob("*.safetensors"))
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        return sorted(folder / name for name in names)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{index} is no index of safetensors ({error!r}): fetch it again"
-        ) from error
+def _has_weights(folder: Path) -> bool:
+    files = weight_files(folder)
+    return bool(files) and all(file.exists() for file in files)

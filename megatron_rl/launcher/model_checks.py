@@ -15,8 +15,8 @@ from megatron_rl.config.divisibility import check_engine_experts, check_engine_t
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.tree import Config, GeneratorConfig
-from megatron_rl.launcher.hub_models import INDEX, weight_files
 from megatron_rl.protocol.render import Renderer, read_values
+from megatron_rl.protocol.weight_files import INDEX, weight_files
 from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.rope import check_length
 from megatron_rl.weights.layout.shape import (

@@ -4,7 +4,6 @@ Used by `megatron-rl audit`. Read-only; checks the present records of a run that
 """
 
 import itertools
-import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from math import isclose, isfinite
@@ -28,6 +27,7 @@ from megatron_rl.protocol.rollout_files import (
     read_records,
     rollout_files,
 )
+from megatron_rl.protocol.weight_files import INDEX, indexed_files
 from megatron_rl.rollout_queue.activity import ACTIVITY_S
 
 _ROUNDING = 1e-6
@@ -281,21 +281,13 @@ def _check_summary(
         )  # fmt: skip
 
 
-def _shards(index: Path) -> set[str]:
-    try:
-        return set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError) as error:
-        raise InputError(f"{index} is damaged: {error!r}; export the model again") from error
-
-
 def _check_models(run_dir: Path, findings: Findings) -> None:
     """Exports are complete, and checkpoints have their listed files."""
     for folder in sorted((run_dir / "hf").glob("*")):
-        index = folder / "model.safetensors.index.json"
-        names = {"config.json"}
-        if index.exists():
-            names |= _shards(index)
-        missing = sorted(name for name in names if not (folder / name).is_file())
+        needed = [folder / "config.json"]
+        if (folder / INDEX).exists():
+            needed += indexed_files(folder)
+        missing = sorted(path.name for path in needed if not path.is_file())
         has_weights = any(folder.glob("*.safetensors"))
         findings.check(
             "exported models are whole", has_weights and not missing, f"{folder}: {missing}"

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.disk_room import os_errors_of, write_when_room
+from megatron_rl.protocol.weight_files import INDEX, SINGLE, weight_files
 from megatron_rl.weights.folders.fused_experts import fuse_experts, is_fused, split_experts
 from megatron_rl.weights.folders.scaled_fp8 import dequantised
 from megatron_rl.weights.layout.families import FAMILIES
@@ -31,8 +32,6 @@ from megatron_rl.weights.layout.slices import shown
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
 
 NamedTensor = tuple[str, Tensor]
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 SHARD_BYTES = 4 << 30
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -42,19 +41,9 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
 
     Raises InputError when a file is missing, cut off or no safetensors.
     """
-    if (folder / SINGLE).is_file():
-        return dequantised(open_files([folder / SINGLE], stack), folder)
-    if not (folder / INDEX).is_file():
+    if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
         raise InputError(f"{folder} has neither {SINGLE} nor {INDEX}: give a Hugging Face folder")
-    try:
-        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{folder / INDEX} is no index of safetensors ({error!r}): it must be JSON with a "
-            'weight_map of {"tensor": "file"}'
-        ) from error
-    return dequantised(open_files(files, stack), folder)
+    return dequantised(open_files(weight_files(folder), stack), folder)
 
 
 def open_files(files: Iterable[Path], stack: ExitStack) -> dict[str, Any]:

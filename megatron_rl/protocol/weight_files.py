@@ -1,0 +1,34 @@
+"""Which files of a Hugging Face folder hold its weights. Imported by every process."""
+
+import json
+from pathlib import Path
+
+from megatron_rl.config.errors import InputError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def indexed_files(folder: Path) -> list[Path]:
+    """Files that the index of a folder names. Raises InputError for a damaged index."""
+    index = folder / INDEX
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return sorted(folder / name for name in names)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{index} is no index of safetensors ({error!r}): it must be JSON with a weight_map of "
+            '{"tensor": "file"}. Fetch or export the folder again'
+        ) from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The single file, or those that the index names, or all there are without both.
+
+    Files that the index names may be missing. Raises InputError for a damaged index.
+    """
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if (folder / INDEX).is_file():
+        return indexed_files(folder)
+    return sorted(folder.glob("*.safetensors"))
