@@ -90,7 +90,7 @@ class Histories:
             return self._as_written(turn)
         if calls:
             assert self.call_form is not None
-            # A call in channels has a text of its own nowhere.
+            # In channels a message that calls a tool has no room for other text.
             content = "" if self._renderer.form.has_channels else found.content
             message = self.call_form.turn(calls, content)
         elif self._reasoning:
@@ -104,7 +104,7 @@ class Histories:
         return message
 
     def _with_names(self, messages: Sequence[Message], found: ParsedReply) -> list[Message]:
-        """The messages; those of tools without a name get that of the call that they answer."""
+        """Give each tool result without a name the name of the call that it answers."""
         names = iter([call.name for call in (*found.calls, *found.attempted)])
         named = []
         for message in messages:

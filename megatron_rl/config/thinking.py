@@ -8,7 +8,7 @@ from megatron_rl.config.section import Section
 
 _AUTO = "auto"
 ANSWER_CHANNEL = "<|channel|>final<|message|>"
-"""Begins the answer of a model whose thoughts and answer are messages of their own, as gpt-oss'."""
+"""Begins the answer of gpt-oss, which writes thoughts and answer as separate messages."""
 
 
 class ThinkTags(Section):
@@ -35,7 +35,7 @@ class ThinkTags(Section):
 
     @property
     def are_channels(self) -> bool:
-        """Whether thoughts and answer are messages of their own, which the model was taught."""
+        """Whether the model writes thoughts and answer as separate messages, as gpt-oss does."""
         return self.close.endswith(ANSWER_CHANNEL)
 
     def fill(self, text: str) -> str:

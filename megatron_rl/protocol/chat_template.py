@@ -64,7 +64,7 @@ class AnswerForm(NamedTuple):
 
     @property
     def has_channels(self) -> bool:
-        """Whether thoughts, calls and answer are messages of their own, as gpt-oss'."""
+        """Whether the template writes thoughts, calls and answers as separate messages."""
         return self.lead == ANSWER_CHANNEL
 
     def around(self, answer: str) -> str:

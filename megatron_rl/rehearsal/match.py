@@ -1,9 +1,9 @@
 """Whether all rehearsed ranks issue the same collectives, and none waits for ever. Pure.
 
 Each rank's events are played in its order. A collective ends when every rehearsed rank of its group
-has come to it; a batch of sends and receives ends when each has its counterpart, as NCCL makes it
-one kernel; a receive of its own, when it has been sent. Sends of their own wait for nobody. Ranks
-that were not rehearsed are taken to do their part.
+has come to it. A batch of sends and receives ends when each has its counterpart, because NCCL makes
+it one kernel. A receive outside a batch ends when its counterpart was sent, and a send at once.
+Ranks that were not rehearsed are taken to do their part.
 """
 
 from collections import defaultdict

@@ -28,7 +28,7 @@ def serve(
 ) -> None:
     """Rehearse all ranks, some at a time.
 
-    change, of_engine: as those of `rehearse_rank` and `rehearse_engine_rank`.
+    change: see `rehearse_rank`. of_engine: `change` of `rehearse_engine_rank`.
     """
     # Only here: the stand-in must be in place before Megatron-Core is imported.
     from megatron_rl.config.files import load_config

@@ -221,7 +221,7 @@ def chosen_ranks(parallel: ParallelConfig, choice: Choice) -> list[int]:
 def engine_ranks(cfg: Config) -> list[int]:
     """Numbers of the engine ranks that are rehearsed; []: no weight sync is.
 
-    Those of two replicas: of the one that receives from the trainer, and of the next one.
+    The first replica receives from the trainer and hands on to the second; both are rehearsed.
     """
     generator, first = cfg.generator, cfg.parallel.world_size
     if cfg.weights.method != "reshard":

@@ -1,8 +1,8 @@
 """One weight sync of a rehearsed rank: a trainer rank sends, or a rank of an engine receives.
 
-Each process conducts the whole weight sync by the product's leader, with a store of its own. Two
-threads are the product's (`weights/sync/reshard.py`): leader and sender. What the other processes
-would say by messages and in the store, `Peers` says; what they would send, nobody sends.
+Each process runs the product's leader for the whole weight sync, with a separate store. The leader
+and the sender have the product's threads (`weights/sync/reshard.py`). `Peers` says what the other
+processes would say by messages and in the store. Nobody sends what they would send.
 """
 
 import os
@@ -50,7 +50,7 @@ JOIN_LIMIT_S = 2.0
 
 
 class Peers(Router):
-    """All generators, and the ranks of their engines but those of this process.
+    """All generators, and all ranks of their engines that this process does not rehearse.
 
     Stands in the place of rank 0's socket. They obey at once, and report that all arrived whole.
     """

@@ -83,6 +83,6 @@ def test_a_batch_is_one_kernel_so_its_sends_end_when_they_are_received() -> None
     [found, unreceived] = find_faults([first, trace(1, reduced(PAIR), received(0, batch=1))])
     assert found.startswith("deadlock: rank 1 waits in all_reduce ")
     assert "and rank 0 in send of 4 bytes" in found and "never receives" in unreceived
-    # A send of its own waits for nobody.
+    # A send outside a batch waits for nobody.
     alone = trace(0, sent(1), reduced(PAIR))
     assert find_faults([alone, trace(1, reduced(PAIR), received(0))]) == []

@@ -283,12 +283,12 @@ def _install_prefixes(module: ModuleType) -> None:
     streamer_class = scheduler_class.get_output_streamer_class(scheduler_class)
     stream_generation = streamer_class._stream_output_generation
 
-    def is_ours(req: Any) -> bool:
+    def has_no_next_turn(req: Any) -> bool:
         return req.rid.startswith(NAME_PREFIX) and not req.rid.startswith(TURN_PREFIX)
 
     def create(self: Any, recv_req: Any, *args: Any, **options: Any) -> Any:
         req = create_req(self, recv_req, *args, **options)
-        if is_ours(req) and not req.rid.endswith(FIRST_SUFFIX):
+        if has_no_next_turn(req) and not req.rid.endswith(FIRST_SUFFIX):
             req.skip_radix_cache_insert = True
         return req
 
@@ -297,7 +297,7 @@ def _install_prefixes(module: ModuleType) -> None:
     ) -> None:
         for req in reqs:
             # Its prompt is in the cache now.
-            if req is not skip_req and is_ours(req):
+            if req is not skip_req and has_no_next_turn(req):
                 req.skip_radix_cache_insert = True
         stream_generation(self, reqs, return_logprob, skip_req, **options)
 
