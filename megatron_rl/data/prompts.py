@@ -215,11 +215,21 @@ def _without_ungradable(
 def prompts_of_run(
     config: Config, dropped: frozenset[str] = frozenset(), *, cursor: PromptCursor | None = None
 ) -> PromptSets:
-    """The prompts of a run. Raises InputError.
+    """The prompts of a run; see `divide_for_run`. Raises InputError."""
+    return divide_for_run(material_of_run(config), config, dropped, cursor=cursor)
+
+
+def divide_for_run(
+    material: PromptMaterial,
+    config: Config,
+    dropped: frozenset[str] = frozenset(),
+    *,
+    cursor: PromptCursor | None = None,
+) -> PromptSets:
+    """The prompts of a run without the dropped ones, by id. Raises InputError.
 
     cursor: of a resumed run. A run that began without the limit of held-out prompts keeps its rule.
     """
-    material = material_of_run(config)
     sets = material.divide(dropped, most_held_out=most_held_out(config))
     if cursor is not None and cursor.sizes != sets.sizes:
         earlier = material.divide(dropped)

@@ -5,6 +5,7 @@ headers of its weights. Each check raises InputError.
 """
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 from generation.engine import EngineError
@@ -16,7 +17,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.tree import Config, GeneratorConfig
 from megatron_rl.protocol.render import Renderer, read_values
-from megatron_rl.protocol.weight_files import INDEX, weight_files
+from megatron_rl.protocol.weight_files import whole_weight_files
 from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.rope import check_length
 from megatron_rl.weights.layout.shape import (
@@ -52,36 +53,27 @@ def check_model_folder(folder: Path) -> None:
     check_weights(folder, "model.path")
 
 
-def check_weights(folder: Path, key: str) -> None:
-    """All files of weights are there, and none is cut off; only their headers are read."""
-    from safetensors import SafetensorError, safe_open
+def check_weights(folder: Path, key: str, shape: ModelShape | None = None) -> None:
+    """All files of weights are there, and none is cut off; only their headers are read.
 
-    files = weight_files(folder)
-    if not files:
-        raise InputError(f"{key} = {folder}: the folder has no *.safetensors")
-    if "-of-" in files[0].name and not (folder / INDEX).exists():
-        raise InputError(f"{key} = {folder}: {files[0].name} is there without {INDEX}: fetch it")
-    if missing := [file.name for file in files if not file.exists()]:
-        raise InputError(
-            f"{key} = {folder}: {len(missing)} of {len(files)} files of weights are missing, such "
-            f"as {missing[0]}: fetch them"
-        )
-    for file in files:
-        try:
-            with safe_open(file, framework="np"):
-                pass
-        except (OSError, SafetensorError) as error:
-            # Such as a download that was interrupted, or git without lfs.
-            raise InputError(
-                f"{key} = {folder}: {file.name}, of {file.stat().st_size} bytes, is no whole file "
-                f"of safetensors ({error}): fetch it again"
-            ) from error
+    shape: of the model that a trainer loads: the tensors are those that it means.
+    """
+    from megatron_rl.weights.folders.text_tensors import open_files, sort_tensors
+
+    try:
+        with ExitStack() as stack:
+            tensors = open_files(whole_weight_files(folder), stack, framework="np")
+            if shape is not None:
+                sort_tensors(tensors, shape, folder)
+    except InputError as error:
+        raise InputError(f"{key}: {error}") from error
 
 
 def check_model(config: Config) -> None:
     """The trainer knows the architecture, and the parallel sizes divide the model."""
     shape = read_shape(config.model.path)
     check_parallel(shape, config.parallel)
+    check_weights(config.model.path, "model.path", shape)
     ranks, normed = config.generator.tensor_parallel, shape.jointly_normed
     check_engine_tensor(ranks, shape.heads, normed_heads=normed)
     check_expert_parallel(config.generator, shape)
@@ -240,11 +232,11 @@ def check_reference(config: Config) -> None:
     shape, own = read_shape(folder), read_shape(config.model.path)
     check_teacher(shape, own, folder, is_exact=config.algorithm.kl.is_exact)
     check_length(shape.rope_scaling, config.generator.context_tokens, "generator.context_tokens")
-    check_weights(folder, "algorithm.reference.policy")
     if by_engine:
         check_scorer(config, shape, own, folder)
     else:
         check_parallel(shape, config.parallel)
+    check_weights(folder, "algorithm.reference.policy", None if by_engine else shape)
     paths = [path / "tokenizer.json" for path in (folder, config.model.path)]
     if all(path.exists() for path in paths):
         # Only the vocabularies: library versions write the rest of the files differently.

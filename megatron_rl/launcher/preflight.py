@@ -25,7 +25,14 @@ from megatron_rl.config.reward import CODE
 from megatron_rl.config.tree import Config, SftConfig
 from megatron_rl.data.dropped_prompts import DROPPED, DroppedPrompt, try_rendering
 from megatron_rl.data.own_systems import describe_own_systems, has_own_system
-from megatron_rl.data.prompts import PromptSets, material_of_run, most_held_out
+from megatron_rl.data.prompts import (
+    PromptMaterial,
+    PromptSets,
+    PromptStream,
+    divide_for_run,
+    material_of_run,
+    most_held_out,
+)
 from megatron_rl.launcher import model_checks
 from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import check_ports
@@ -34,6 +41,7 @@ from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.launcher.thinking import describe_thinking
 from megatron_rl.observe.exporters.exporter import check_installed
 from megatron_rl.observe.host_memory import memory_limit_bytes
+from megatron_rl.protocol.checkpoint_folder import find_resume, read_queue_state
 from megatron_rl.protocol.render import (
     Conversation,
     count_parameters,
@@ -285,6 +293,7 @@ def check_prompts(config: Config) -> PromptReport:
         _check_kept(sets, dropped, config)
     if _samples_for_training(config):
         check_draws(sets, config)
+        check_cursor(material, config, frozenset(prompt.id for prompt in dropped))
     notes = [sets.describe(), *describe_evaluation(evaluation_sets(config, sets))]
     notes += [*map(printable, sets.notes), *_describe_dropped(dropped)]
     notes += map(printable, rendering_notes)
@@ -296,6 +305,15 @@ def check_prompts(config: Config) -> PromptReport:
     notes.append(describe_thinking(config, tasks))
     notes += describe_system_prompts(config, sorted(asked))
     return PromptReport(notes, dropped, sets.files, sets.all)
+
+
+def check_cursor(material: PromptMaterial, config: Config, dropped: frozenset[str]) -> None:
+    """A resumed run has the prompts and the seed of its checkpoint."""
+    resumed = find_resume(config.checkpoint, config.run.dir)
+    if resumed is not None:
+        cursor = read_queue_state(resumed).cursor
+        sets = divide_for_run(material, config, dropped, cursor=cursor)
+        PromptStream(sets, config.run.seed).restore(cursor)
 
 
 def _first_taught(sft: SftConfig) -> list[TaughtAnswer]:

@@ -32,3 +32,18 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         return indexed_files(folder)
     return sorted(folder.glob("*.safetensors"))
+
+
+def whole_weight_files(folder: Path) -> list[Path]:
+    """As `weight_files`; all files are there, and an index with several. Raises InputError."""
+    files = weight_files(folder)
+    if not files:
+        raise InputError(f"{folder} has no *.safetensors: give a Hugging Face folder with weights")
+    if "-of-" in files[0].name and not (folder / INDEX).exists():
+        raise InputError(f"{folder} has {files[0].name} without {INDEX}: fetch it")
+    if missing := [file.name for file in files if not file.exists()]:
+        raise InputError(
+            f"{folder} lacks {len(missing)} of {len(files)} files of weights, such as "
+            f"{missing[0]}: fetch them"
+        )
+    return files

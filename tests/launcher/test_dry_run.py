@@ -6,7 +6,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from safetensors.numpy import save_file
 
 from megatron_rl.cli.main import main
 from megatron_rl.config.files import load_config
@@ -16,6 +15,7 @@ from megatron_rl.launcher.dry_run import PROMPTS_PER_TASK, choose_prompts, grade
 from megatron_rl.launcher.thinking import decide_thinking
 from megatron_rl.protocol.types import ChatMessage, Prompt
 from tests.protocol.real_templates import open_model
+from tests.weights.made_up import write_zeros
 from tools.make_skills import Counts, make
 
 pytestmark = pytest.mark.usefixtures("forked_tokenizer_children")
@@ -230,7 +230,7 @@ def test_a_comparison_is_called_once_for_each_completion(
              "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
              "vocab_size": 257, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6}  # fmt: skip
     (model / "config.json").write_text(json.dumps(shape))
-    save_file({}, model / "model.safetensors")
+    write_zeros(model)
     path = tmp_path / "own.jsonl"
     lines = [{"question": f"What is {n} + 3?", "answer": str(n + 3)} for n in range(4)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -270,7 +270,7 @@ def test_the_command_starts_nothing_and_says_what_it_found(
         "vocab_size": 152064, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
     }  # fmt: skip
     (model / "config.json").write_text(json.dumps(shape))
-    save_file({}, model / "model.safetensors")
+    write_zeros(model)
     run_dir = tmp_path / "run"
     command = [
         "run", "--dry-run", "--config", str(EXAMPLES / "one_node.toml"), "--run-dir", str(run_dir),

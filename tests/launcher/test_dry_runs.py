@@ -5,25 +5,30 @@ import re
 import shutil
 from pathlib import Path
 
-import numpy as np
+import msgspec
 import psutil
 import pytest
-from safetensors.numpy import save_file
+from rich.console import Console
 
 from megatron_rl.cli.main import main
 from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import FOLDER, shipped
 from megatron_rl.config.tree import PromptSource
+from megatron_rl.launcher import nodes
 from megatron_rl.launcher.dry_run_text import run_lines
-from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, seal
+from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, QUEUE_STATE, seal
+from megatron_rl.protocol.queue_state import PromptCursor, QueueState
 from tests.analysis.planted import plant
 from tests.launcher.test_dry_run import LINES, write_byte_tokenizer
 from tests.launcher.test_examples import ALL, COMMON, RECIPES
 from tests.plan.test_plan import LLAMA_8B
+from tests.weights.made_up import write_zeros
 
 pytestmark = pytest.mark.usefixtures("forked_tokenizer_children")
 SHAPES = {example.name: {**COMMON, **example.shape} for example in ALL}
 SHAPES["magistral_stages"] = SHAPES["magistral_24b"]
+TRAIN_PROMPTS = 60
+"""Of the file of `files`: a quarter of 80 lines is held out."""
 ASKED = {
     "sft.steps=0": "would do: 7 steps of reinforcement learning, then evaluations",
     "train.steps=0": "would do: cold start of 5 steps, then evaluations",
@@ -32,12 +37,12 @@ ASKED = {
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    """A model without weights, prompts and SFT examples."""
+    """A model whose weights take no room, prompts and SFT examples."""
     model = tmp_path / "model"
     model.mkdir()
     write_byte_tokenizer(model)
     (model / "config.json").write_text(json.dumps(LLAMA_8B))
-    save_file({"weight": np.zeros(4_000_000, np.uint8)}, model / "model.safetensors")
+    write_zeros(model)
     # Enough of each task to hold some out and to fill a batch.
     lines = [line | {"id": f"{n}-{number}"} for n, line in enumerate(LINES[:2])
              for number in range(40)]  # fmt: skip
@@ -65,6 +70,14 @@ def hub_keys(source: PromptSource, prefix: str) -> list[str]:
     """Words that take a data set of the Hub away, for which a file stands."""
     keys = ("name", "subset", "dataset_split") if source.kind == "auto" else ()
     return [f"{prefix}.{key}=" for key in keys if getattr(source, key)]
+
+
+def save(run_dir: Path, step: int) -> Path:
+    """A checkpoint of a run of `given`, without weights."""
+    (partial := run_dir / CHECKPOINTS / "step.partial").mkdir(parents=True)
+    state = QueueState(step, PromptCursor(0, [0], [TRAIN_PROMPTS], seed=0), 0, [], [])
+    (partial / QUEUE_STATE).write_bytes(msgspec.json.encode(state))
+    return seal(partial, step, {})
 
 
 def left_by(files: Path) -> set[str]:
@@ -95,6 +108,7 @@ def test_every_shipped_configuration_passes_on_nodes_of_8_gpus(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     before = left_by(files)
     (files / "model" / "config.json").write_text(json.dumps(SHAPES.get(name, LLAMA_8B)))
+    write_zeros(files / "model")
     config = load_config(shipped()[name])
     words = given(files, "eval.prompts=10")
     for number, source in enumerate(config.prompts):
@@ -173,13 +187,13 @@ def test_what_a_run_would_start_is_said(files: Path, words: str, said: str) -> N
         "would start: 2 trainer ranks, 1 rollout queue, 3 generator (sglang, 1 wide), 1 verifier"
     )
     assert "ports on 127.0.0.1: prompts 5001, 7 free ones, chosen at the start" in lines
-    # The folder's weights have 4 MB.
+    # 8.03e9 parameters in bfloat16.
     name = "final" if words == "sft.steps=0" else "cold_start"
-    assert any(f"to hf/: {name} (0.004 GB each" in line for line in lines)
+    assert any(f"to hf/: {name} (16.1 GB each" in line for line in lines)
 
 
 def test_a_dry_run_says_what_the_folder_holds_and_goes_on(
-    files: Path, capsys: pytest.CaptureFixture[str]
+    files: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     words = ["run", "--config", "tiny", "--dry-run", "sft.steps=0", "eval.prompts=10",
              "expert.render.form_known=true",
@@ -194,14 +208,16 @@ def test_a_dry_run_says_what_the_folder_holds_and_goes_on(
     text = capsys.readouterr().out
     assert "note: a run would be refused: " in text and "already holds a run" in text
     assert text.rstrip().endswith("Dry run: nothing was started.")
-    (partial := files / "run" / CHECKPOINTS / "step.partial").mkdir(parents=True)
     try:
-        (partial / "queue.json").write_text("{}")
-        saved = seal(partial, 2, {})
+        saved = save(files / "run", 2)
         assert main([*words, *others, "--model", str(files / "model")]) == 0
+        told = f"note: a run would resume from {saved}; what came before is"
+        assert told in capsys.readouterr().out
+        assert main([*words, *others, "--model", str(files / "model"), "run.seed=5"]) == 2
     finally:
         shutil.rmtree(files / "run")
-    assert f"note: a run would resume from {saved}; what came before is" in capsys.readouterr().out
+    assert f"[{TRAIN_PROMPTS}] train prompts with run.seed=0; this run has 1 of" in caplog.text
+    assert "with run.seed=5: resume with the prompts and the seed" in caplog.text
 
 
 def test_a_cold_start_alone_needs_no_queue(
@@ -256,3 +272,16 @@ def test_analyses_and_conversions_write_nothing(
     assert "hf to megatron" in (text := capsys.readouterr().out) and "Dry run" in text
     assert main(["convert", str(folders[0]), str(tmp_path), "--dry-run"]) == 2
     assert not target.exists() and not (tmp_path / "grid").exists()
+
+
+def test_run_of_several_nodes_is_prepared_again_to_resume(files: Path) -> None:
+    words = given(files, "eval.prompts=4", "sft.steps=0", "ports.host=127.0.0.2", "train.steps=9")
+    words += ["generator.context_tokens=4096", "generator.kv_tokens=65536"]
+    config = load_config(shipped()["tiny"], words)
+    prepared = nodes.prepare(config, Console(quiet=True))
+    keys = {path: path.read_bytes() for path in prepared.ports.keys_dir.iterdir()}
+    save(files / "run", 6)
+    again = nodes.prepare(config, Console(quiet=True))
+    assert again.ports.keys_dir == prepared.ports.keys_dir
+    assert {path: path.read_bytes() for path in again.ports.keys_dir.iterdir()} == keys
+    assert (files / "run" / "config.until_step_000006.toml").exists()

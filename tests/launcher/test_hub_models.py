@@ -18,6 +18,7 @@ from megatron_rl.launcher import model_checks
 from megatron_rl.launcher.hub_models import choose_files
 from megatron_rl.weights.layout.shape import read_shape
 from tests.data.tables.hub_server import FIRST, MODEL, SECOND, Hub, ask_beside, serving
+from tests.tiny_models import write_model
 
 _PROGRAM = """
 import json, sys
@@ -134,25 +135,43 @@ def test_weights_that_are_missing_or_cut_off_are_refused(tmp_path: Path) -> None
     def refusal() -> str:
         with pytest.raises(InputError) as caught:
             model_checks.check_weights(tmp_path, "KEY")
-        return str(caught.value).removeprefix(f"KEY = {tmp_path}: ")
+        return str(caught.value).removeprefix(f"KEY: {tmp_path}")
 
-    assert refusal() == "the folder has no *.safetensors"
+    assert refusal() == " has no *.safetensors: give a Hugging Face folder with weights"
     names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     for name in names:
-        save_file({"w": np.ones(8, np.float32)}, tmp_path / name)
+        save_file({name: np.ones(8, np.float32)}, tmp_path / name)
     index = tmp_path / "model.safetensors.index.json"
-    assert refusal() == f"{names[0]} is there without {index.name}: fetch it"
+    assert refusal() == f" has {names[0]} without {index.name}: fetch it"
     index.write_text(json.dumps({"weight_map": {"a": names[0], "b": names[1], "c": names[1]}}))
     model_checks.check_weights(tmp_path, "KEY")
     whole = (tmp_path / names[1]).read_bytes()
     (tmp_path / names[1]).unlink()
-    assert refusal().startswith(f"1 of 2 files of weights are missing, such as {names[1]}")
+    assert refusal() == f" lacks 1 of 2 files of weights, such as {names[1]}: fetch them"
     for wrong in (whole[:-1], b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"):
         (tmp_path / names[1]).write_bytes(wrong)
-        expected = f"{names[1]}, of {len(wrong)} bytes, is no whole file of safetensors"
+        expected = f"/{names[1]}, of {len(wrong)} bytes, is no whole file of safetensors"
         assert refusal().startswith(expected)
     index.write_text('{"weight_map": []}')
-    assert refusal().startswith(f"{index} is no index of safetensors")
+    assert refusal().startswith(f"/{index.name} is no index of safetensors")
     # The trainer takes the single file, if there is one.
     save_file({"w": np.ones(8, np.float32)}, tmp_path / "model.safetensors")
     model_checks.check_weights(tmp_path, "KEY")
+
+
+def test_weights_are_those_that_the_configuration_means(tmp_path: Path) -> None:
+    write_model(tmp_path, num_hidden_layers=1)
+    config = tmp_path / "config.json"
+    values = json.loads(config.read_text())
+    vocab, hidden = values["vocab_size"], values["hidden_size"]
+
+    def check(**changed: int) -> None:
+        config.write_text(json.dumps(values | changed))
+        model_checks.check_weights(tmp_path, "KEY", read_shape(tmp_path))
+
+    check()
+    said = f"KEY: {tmp_path}: model.embed_tokens.weight has shape ({vocab}, {hidden}), but "
+    with pytest.raises(InputError, match=re.escape(f"{said}config.json means ({vocab + 1}, ")):
+        check(vocab_size=vocab + 1)
+    with pytest.raises(InputError, match=f"KEY: {tmp_path} lacks 9 tensors for .* with 2 layers"):
+        check(num_hidden_layers=2)

@@ -18,6 +18,7 @@ import yaml
 
 from megatron_rl.cli.main import main
 from tests.launcher.test_dry_runs import SHAPES, files
+from tests.weights.made_up import write_zeros
 
 pytestmark = pytest.mark.usefixtures("forked_tokenizer_children")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -125,6 +126,7 @@ def check(
     prepare = nodes[0][0]
     assert f"ports.host={address}" in prepare and run_dir in prepare
     (root / "model" / "config.json").write_text(json.dumps(SHAPES[NAME]))
+    write_zeros(root / "model")
     (root / "runs" / "first").rmdir()
     # The address is that of no interface here.
     words = ["ports.host=127.0.0.1" if word.startswith("ports.host") else word for word in prepare]

@@ -10,17 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-from safetensors.numpy import save_file
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, dump_toml, load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.data.tiny_model import write_tokenizer
-from megatron_rl.launcher import nodes as cluster
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.ports import listed_ports, resolve_ports
-from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, seal
+from tests.weights.made_up import write_zeros
 
 pytestmark = pytest.mark.usefixtures("forked_tokenizer_children")
 DEMONSTRATION = "<think>\n2 + 3 is 5.\n</think>\nThe answer is \\boxed{5}."
@@ -48,12 +45,12 @@ def trace_line(number: int) -> dict:
 
 @pytest.fixture
 def overrides(tmp_path: Path) -> list[str]:
-    """Overrides of a config that passes every check; no weights are needed to check it."""
+    """Overrides of a config that passes every check."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(SHAPE))
     write_tokenizer(model)
-    save_file({}, model / "model.safetensors")
+    write_zeros(model)
     prompts = [prompt_line(n, "held_out" if n < 3 else "train") for n in range(6)]
     write_lines(tmp_path / "prompts.jsonl", prompts)
     write_lines(tmp_path / "sft.jsonl", [trace_line(n) for n in range(3)])
@@ -85,6 +82,7 @@ def test_a_reference_in_a_folder_has_the_tokens_of_the_policy(
     shutil.copytree(tmp_path / "model", teacher)
     larger = SHAPE | {"hidden_size": 384, "num_hidden_layers": 8, "vocab_size": 103}
     (teacher / "config.json").write_text(json.dumps(larger))
+    write_zeros(teacher)
     assert "estimator='exact' compares all tokens" in message_of(tmp_path, given)
     given += ["algorithm.kl.placement=reward", "algorithm.kl.estimator=k1"]
     check(tmp_path, given)
@@ -171,6 +169,7 @@ def test_looking_up_a_loss_loads_no_torch() -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"vocab_size": None}, "lacks the key 'vocab_size'"),
         ({"num_hidden_layers": "4"}, "num_hidden_layers is '4'"),
+        ({"head_dim": 33}, "33 is odd"),
     ],
 )
 def test_a_model_that_the_trainer_does_not_know_is_refused(
@@ -381,19 +380,3 @@ def test_command_line_prints_one_error_and_exits_2_without_starting(
     assert done.stderr.startswith("megatron-rl: parallel.tensor = 3 does not divide")
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "other").exists()
-
-
-def test_run_of_several_hosts_is_prepared_again_to_go_on(
-    tmp_path: Path, overrides: list[str]
-) -> None:
-    settings = [*overrides, "sft.steps=0", "ports.host=127.0.0.2"]
-    config = load_config(tmp_path / "c.toml", [*settings, "train.steps=9"])
-    prepared = cluster.prepare(config, Console(quiet=True))
-    keys = {path: path.read_bytes() for path in prepared.ports.keys_dir.iterdir()}
-    (partial := tmp_path / "run" / CHECKPOINTS / "step.partial").mkdir(parents=True)
-    (partial / "queue.json").write_text("{}")
-    seal(partial, 6, {})
-    again = cluster.prepare(config, Console(quiet=True))
-    assert again.ports.keys_dir == prepared.ports.keys_dir
-    assert {path: path.read_bytes() for path in again.ports.keys_dir.iterdir()} == keys
-    assert (tmp_path / "run" / "config.until_step_000006.toml").exists()

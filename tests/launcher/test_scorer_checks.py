@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.numpy import save_file
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
@@ -16,6 +15,7 @@ from megatron_rl.launcher.placement import nodes_needed, place
 from megatron_rl.launcher.ports import listed_ports, resolve_ports
 from megatron_rl.launcher.restarts import Answer, Death, answer_death, restart_rule
 from megatron_rl.plan.plan import Hardware, make_plan
+from tests.weights.made_up import write_zeros
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "num_attention_heads": 6, "num_key_value_heads": 2,
@@ -31,7 +31,7 @@ def overrides(tmp_path: Path) -> list[str]:
     for name, shape in (("policy", SHAPE), ("teacher", TEACHER)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(shape))
-        save_file({}, tmp_path / name / "model.safetensors")
+        write_zeros(tmp_path / name)
     return [
         f"model.path={tmp_path}/policy", f"algorithm.reference.policy={tmp_path}/teacher",
         "algorithm.reference.source=engine", "parallel.pipeline=2", "parallel.data=2",
@@ -76,7 +76,7 @@ def test_more_foreign_ids_than_an_engine_leaves_out_are_refused(
 
 def test_a_teacher_without_weights_is_refused(tmp_path: Path, overrides: list[str]) -> None:
     (tmp_path / "teacher" / "model.safetensors").unlink()
-    with pytest.raises(InputError, match=r"teacher: the folder has no \*.safetensors"):
+    with pytest.raises(InputError, match=r"teacher has no \*.safetensors"):
         check_reference(load_config(None, overrides))
 
 

@@ -1,16 +1,19 @@
 """Weights of a small model that differ by tensor, place and version; for tests of weight sync."""
 
+import json
+import math
 import os
 from collections import defaultdict
+from pathlib import Path
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from megatron_rl.weights.exchange.plan import Parcel
-from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.shape import ModelShape, read_shape
 from megatron_rl.weights.layout.slices import Slice
-from megatron_rl.weights.layout.trainer_layout import hf_shapes
+from megatron_rl.weights.layout.trainer_layout import file_shapes, hf_shapes
 
 SHAPE = ModelShape(
     architecture="Qwen2ForCausalLM", layers=2, hidden=8, ffn=12, heads=4, kv_heads=2, head_dim=2,
@@ -62,3 +65,15 @@ def fill(
 def buffer_bytes(parcel: Parcel, dtype: torch.dtype) -> int:
     """Bytes of a parcel's packets together: elements, padded to 8 bytes, digest, version."""
     return -(-parcel.size * dtype.itemsize // 8) * 8 + 24
+
+
+def write_zeros(folder: Path) -> None:
+    """The weights that the config.json of a folder means, all zero: a file without blocks."""
+    header, end = {}, 0
+    for name, size in file_shapes(read_shape(folder)).items():
+        begin, end = end, end + 2 * math.prod(size)
+        header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [begin, end]}
+    head = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + end)

@@ -6,34 +6,29 @@ is taken.
 
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.disk_room import os_errors_of, write_when_room
-from megatron_rl.protocol.weight_files import INDEX, SINGLE, weight_files
-from megatron_rl.weights.folders.fused_experts import fuse_experts, is_fused, split_experts
+from megatron_rl.protocol.weight_files import INDEX, SINGLE, whole_weight_files
+from megatron_rl.weights.folders.fused_experts import fuse_experts
 from megatron_rl.weights.folders.scaled_fp8 import dequantised
+from megatron_rl.weights.folders.text_tensors import FolderTensors, open_files, sort_tensors
 from megatron_rl.weights.layout.families import FAMILIES
-from megatron_rl.weights.layout.families.family import PLAIN, Spelling
 from megatron_rl.weights.layout.rope import in_both_spellings
 from megatron_rl.weights.layout.shape import ModelShape
-from megatron_rl.weights.layout.slices import shown
-from megatron_rl.weights.layout.trainer_layout import hf_shapes
 
 NamedTensor = tuple[str, Tensor]
 SHARD_BYTES = 4 << 30
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
@@ -41,37 +36,7 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
 
     Raises InputError when a file is missing, cut off or no safetensors.
     """
-    if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
-        raise InputError(f"{folder} has neither {SINGLE} nor {INDEX}: give a Hugging Face folder")
-    return dequantised(open_files(weight_files(folder), stack), folder)
-
-
-def open_files(files: Iterable[Path], stack: ExitStack) -> dict[str, Any]:
-    """Name -> a lazy slice of its tensor; each tensor must be in one file. Raises InputError."""
-    tensors: dict[str, Any] = {}
-    for file in files:
-        try:
-            opened = stack.enter_context(safe_open(file, framework="pt"))
-        except (OSError, SafetensorError) as error:
-            raise InputError(
-                f"{file} cannot be read as safetensors: {error}. Is it cut off? Fetch it again"
-            ) from error
-        for name in opened.keys():
-            if name in tensors:
-                raise InputError(f"{file}: another file of the folder has the tensor {name} too")
-            tensors[name] = opened.get_slice(name)
-    return tensors
-
-
-@dataclass(frozen=True)
-class FolderTensors:
-    """Lazy slices of a folder's tensors. Those of the text model have its own names."""
-
-    text: dict[str, Any]
-    carried: dict[str, Any]
-    """Of a wrapper's towers and projectors, and of layers that predict further tokens; under their
-    names in the files."""
-    spelling: Spelling
+    return dequantised(open_files(whole_weight_files(folder), stack), folder)
 
 
 def open_origin(folder: Path | None, shape: ModelShape, stack: ExitStack) -> FolderTensors | None:
@@ -98,48 +63,6 @@ def open_model(folder: Path, shape: ModelShape, stack: ExitStack) -> FolderTenso
     return sort_tensors(open_tensors(folder, stack), shape, folder)
 
 
-def sort_tensors(tensors: dict[str, Any], shape: ModelShape, folder: Path) -> FolderTensors:
-    """Tensors by what they belong to.
-
-    Raises InputError unless the text model's are those that config.json means, and for a wrapper
-    without one of its parts.
-    """
-    found = _sorted(tensors, shape, folder)
-    sizes = {name: tuple(tensor.get_shape()) for name, tensor in found.text.items()}
-    check_tensors(shape, sizes, folder)
-    return found
-
-
-def _sorted(tensors: dict[str, Any], shape: ModelShape, folder: Path) -> FolderTensors:
-    wrapper = FAMILIES[shape.architecture].wrapper
-    if is_fused(shape):
-        return FolderTensors(split_experts(tensors, shape), {}, PLAIN)
-    if wrapper is None:
-        ahead = {name: one for name, one in tensors.items() if _is_ahead(name, shape)}
-        text = {name: one for name, one in tensors.items() if name not in ahead}
-        return FolderTensors(text, ahead, PLAIN)
-    carried = {name: value for name, value in tensors.items() if name.startswith(wrapper.carried)}
-    rest = {name: value for name, value in tensors.items() if name not in carried}
-    first = "model.embed_tokens.weight"
-    spelling = next((one for one in wrapper.spellings if one.rename(first) in rest), None)
-    if spelling is None or not carried:
-        lacking = wrapper.carried if spelling else [one.text for one in wrapper.spellings]
-        raise InputError(
-            f"{folder}: a {shape.architecture} has tensors that begin with one of "
-            f"{', '.join(lacking)}, and none is here: give the whole folder"
-        )
-    own = {spelling.rename(name): name for name in (*hf_shapes(shape), "lm_head.weight")}
-    return FolderTensors(
-        {own.get(name, name): value for name, value in rest.items()}, carried, spelling
-    )
-
-
-def _is_ahead(name: str, shape: ModelShape) -> bool:
-    """Whether a tensor is of a layer that predicts further tokens: those follow the model's own."""
-    found = _LAYER.match(name) if FAMILIES[shape.architecture].predicts_ahead else None
-    return found is not None and int(found[1]) >= shape.layers
-
-
 def as_in_source(
     tensors: Iterable[NamedTensor], shape: ModelShape, origin: FolderTensors | None
 ) -> Iterator[NamedTensor]:
@@ -153,27 +76,6 @@ def as_in_source(
         return
     yield from ((origin.spelling.rename(name), tensor) for name, tensor in tensors)
     yield from ((name, tensor[:]) for name, tensor in origin.carried.items())
-
-
-def check_tensors(shape: ModelShape, found: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Raise InputError unless the tensors found (HF name -> shape) are those of `shape`."""
-    expected = hf_shapes(shape)
-    # A tied model may store its output matrix all the same; it equals the embedding.
-    optional = {"lm_head.weight"} if shape.is_tied else set()
-    optional |= {name for name in found if name.endswith("rotary_emb.inv_freq")}
-    lists = (
-        ("lacks", expected.keys() - found.keys()),
-        ("has unexpected", found.keys() - expected.keys() - optional),
-    )
-    model = f"{shape.architecture} with {shape.layers} layers"
-    claims = [f"{what} {len(n)} tensors for {model}: {shown(n)}" for what, n in lists if n]
-    if claims:
-        raise InputError(f"{folder} {'; it '.join(claims)}")
-    for name, size in expected.items():
-        if found[name] != size:
-            raise InputError(
-                f"{folder}: {name} has shape {found[name]}, but config.json means {size}"
-            )
 
 
 def write_config(values: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> None:

@@ -14,11 +14,7 @@ from torch import Tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.weights.folders import mistral_format
 from megatron_rl.weights.folders.fused_experts import is_mxfp4
-from megatron_rl.weights.folders.hf_folder import (
-    open_files,
-    open_tensors,
-    sort_tensors,
-)
+from megatron_rl.weights.folders.hf_folder import open_tensors
 from megatron_rl.weights.folders.megatron_folder import (
     Block,
     MegatronFolder,
@@ -27,6 +23,7 @@ from megatron_rl.weights.folders.megatron_folder import (
 )
 from megatron_rl.weights.folders.model_files import read_config
 from megatron_rl.weights.folders.scaled_fp8 import is_scaled_fp8
+from megatron_rl.weights.folders.text_tensors import open_files, sort_tensors
 from megatron_rl.weights.layout.shape import ModelShape, shape_of
 from megatron_rl.weights.layout.slices import as_matrix
 from megatron_rl.weights.layout.trainer_layout import hf_shapes

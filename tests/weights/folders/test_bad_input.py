@@ -88,17 +88,21 @@ HF_DAMAGE: list[tuple[Damage, str]] = [
     ),
     (configure(architectures=["GPT2LMHeadModel"]), "architecture GPT2LMHeadModel is not supported"),
     (configure(quantization_config={"quant_method": "gptq"}), "quantised weights"),
-    (truncate("model.safetensors", 0.5), "model.safetensors cannot be read as .*cut off"),
-    (truncate("model.safetensors", 0), "model.safetensors cannot be read as .*cut off"),
+    (truncate("model.safetensors", 0.5), "model.safetensors, of .* is no whole file"),
+    (truncate("model.safetensors", 0), "model.safetensors, of .* is no whole file"),
     (truncate("config.json", 0.5), "config.json is not JSON"),
     (lambda folder: (folder / "config.json").write_text("[]"), "config.json is no object"),
     (lambda folder: (folder / "config.json").unlink(), "has no config.json.*--files-from"),
-    (lambda folder: (folder / "model.safetensors").unlink(), "has neither model.safetensors nor"),
+    (lambda folder: (folder / "model.safetensors").unlink(), r"has no \*\.safetensors"),
+    (
+        lambda folder: (folder / "model.safetensors").rename(folder / "m-00001-of-2.safetensors"),
+        "has m-00001-of-2.safetensors without model.safetensors.index.json: fetch it",
+    ),
     (index_of("{"), "is no index of safetensors"),
     (index_of('{"weight_map": []}'), "is no index of safetensors"),
     (
         index_of('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}'),
-        "model-00002-of-00002.safetensors cannot be read",
+        "lacks 1 of 1 files of weights, such as model-00002-of-00002.safetensors",
     ),
 ]
 
@@ -206,7 +210,7 @@ def test_command_says_one_line_and_exits_with_2(
     caplog.clear()
     assert main(["convert", str(tmp_path / "source"), str(tmp_path / "target")]) == 2
     [said] = caplog.messages
-    assert said.count("\n") == 0 and "cannot be read as safetensors" in said
+    assert said.count("\n") == 0 and "is no whole file of safetensors" in said
     assert main(["convert", "a", "b", "--shard-gb", "0"]) == 2
 
 

@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from megatron_rl.config.errors import InputError
 from megatron_rl.weights.folders.conversion import Request, convert
 from megatron_rl.weights.folders.fused_experts import dequantise, fuse_experts
-from megatron_rl.weights.folders.hf_folder import sort_tensors
+from megatron_rl.weights.folders.text_tensors import sort_tensors
 from megatron_rl.weights.layout.shape import read_shape
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
 from tests.tiny_models import GPT_OSS, write_model

@@ -1,0 +1,123 @@
+"""Which tensors a Hugging Face folder has, and which of them are the text model's.
+
+Used by trainer ranks, conversions and checks before a start; needs no torch for the last. A tensor
+is a lazy slice of a file (`get_shape`, `get_dtype`, `[rows]`).
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.weights.layout.families import FAMILIES
+from megatron_rl.weights.layout.families.family import PLAIN, Spelling
+from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.slices import shown
+from megatron_rl.weights.layout.trainer_layout import hf_shapes
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def open_files(files: Iterable[Path], stack: ExitStack, *, framework: str = "pt") -> dict[str, Any]:
+    """Name -> a lazy slice of its tensor; each tensor must be in one file. Raises InputError.
+
+    framework: of safetensors, "np" where only names and shapes matter.
+    """
+    tensors: dict[str, Any] = {}
+    for file in files:
+        try:
+            opened = stack.enter_context(safe_open(file, framework=framework))
+        except (OSError, SafetensorError) as error:
+            # Such as a download that was interrupted, or git without lfs.
+            raise InputError(
+                f"{file}, of {file.stat().st_size} bytes, is no whole file of safetensors "
+                f"({error}): fetch it again"
+            ) from error
+        for name in opened.keys():
+            if name in tensors:
+                raise InputError(f"{file}: another file of the folder has the tensor {name} too")
+            tensors[name] = opened.get_slice(name)
+    return tensors
+
+
+@dataclass(frozen=True)
+class FolderTensors:
+    """Lazy slices of a folder's tensors. Those of the text model have its own names."""
+
+    text: dict[str, Any]
+    carried: dict[str, Any]
+    """Of a wrapper's towers and projectors, and of layers that predict further tokens; under their
+    names in the files."""
+    spelling: Spelling
+
+
+def sort_tensors(tensors: dict[str, Any], shape: ModelShape, folder: Path) -> FolderTensors:
+    """Tensors by what they belong to.
+
+    Raises InputError unless the text model's are those that config.json means, and for a wrapper
+    without one of its parts.
+    """
+    found = _sorted(tensors, shape, folder)
+    sizes = {name: tuple(tensor.get_shape()) for name, tensor in found.text.items()}
+    check_tensors(shape, sizes, folder)
+    return found
+
+
+def _sorted(tensors: dict[str, Any], shape: ModelShape, folder: Path) -> FolderTensors:
+    family = FAMILIES[shape.architecture]
+    wrapper = family.wrapper
+    if family.experts is not None and family.experts.is_fused:
+        # It needs torch.
+        from megatron_rl.weights.folders.fused_experts import split_experts
+
+        return FolderTensors(split_experts(tensors, shape), {}, PLAIN)
+    if wrapper is None:
+        ahead = {name: one for name, one in tensors.items() if _is_ahead(name, shape)}
+        text = {name: one for name, one in tensors.items() if name not in ahead}
+        return FolderTensors(text, ahead, PLAIN)
+    carried = {name: value for name, value in tensors.items() if name.startswith(wrapper.carried)}
+    rest = {name: value for name, value in tensors.items() if name not in carried}
+    first = "model.embed_tokens.weight"
+    spelling = next((one for one in wrapper.spellings if one.rename(first) in rest), None)
+    if spelling is None or not carried:
+        lacking = wrapper.carried if spelling else [one.text for one in wrapper.spellings]
+        raise InputError(
+            f"{folder}: a {shape.architecture} has tensors that begin with one of "
+            f"{', '.join(lacking)}, and none is here: give the whole folder"
+        )
+    own = {spelling.rename(name): name for name in (*hf_shapes(shape), "lm_head.weight")}
+    return FolderTensors(
+        {own.get(name, name): value for name, value in rest.items()}, carried, spelling
+    )
+
+
+def _is_ahead(name: str, shape: ModelShape) -> bool:
+    """Whether a tensor is of a layer that predicts further tokens: those follow the model's own."""
+    found = _LAYER.match(name) if FAMILIES[shape.architecture].predicts_ahead else None
+    return found is not None and int(found[1]) >= shape.layers
+
+
+def check_tensors(shape: ModelShape, found: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Raise InputError unless the tensors found (HF name -> shape) are those of `shape`."""
+    expected = hf_shapes(shape)
+    # A tied model may store its output matrix all the same; it equals the embedding.
+    optional = {"lm_head.weight"} if shape.is_tied else set()
+    optional |= {name for name in found if name.endswith("rotary_emb.inv_freq")}
+    lists = (
+        ("lacks", expected.keys() - found.keys()),
+        ("has unexpected", found.keys() - expected.keys() - optional),
+    )
+    model = f"{shape.architecture} with {shape.layers} layers"
+    claims = [f"{what} {len(n)} tensors for {model}: {shown(n)}" for what, n in lists if n]
+    if claims:
+        raise InputError(f"{folder} {'; it '.join(claims)}")
+    for name, size in expected.items():
+        if found[name] != size:
+            raise InputError(
+                f"{folder}: {name} has shape {found[name]}, but config.json means {size}"
+            )
