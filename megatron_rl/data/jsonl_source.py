@@ -31,7 +31,8 @@ _EXPECTED = (
     'expected one JSON object a line: {"question": "...", "answer": "..."}, or "messages": '
     '[{"role": "user", "content": "..."}] in place of the question; with optional "task", '
     '"split" ("train" or "held_out"), "id", "entry", "language", "pass_rate" (0 to 1). "answer" '
-    'may be a list of accepted answers, and may be missing beside an "entry"'
+    'may be a list of accepted answers, and may be missing beside an "entry". For other names of '
+    'columns leave out prompts.kind = "jsonl" and name them in prompts.columns'
 )
 _COMPARED = ("math", "exact")
 """Our tasks that compare with the answer."""

@@ -73,8 +73,8 @@ def describe_thinking(config: Config, tasks: Sequence[str]) -> str:
     if not tags.is_none:
         return f"{said} are not asked for: the format checks say so, or the chat template ends them"
     return (
-        f'{said}: none (render.thinking = "none", which "auto" chooses for a model without think '
-        "tags in chat template and vocabulary); to train a model to think, set "
+        f'{said}: none (render.thinking is "none", or it is "auto" and neither chat template nor '
+        "vocabulary has think tags); to train a model to think, set "
         'render.thinking = {open = "<think>", close = "</think>"}'
     )
 

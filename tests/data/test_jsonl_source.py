@@ -58,6 +58,7 @@ def test_an_entry_may_be_json_or_its_text_and_needs_no_answer(tmp_path: Path) ->
     ("bad", "message"),
     [
         ({"question": "q"}, r"missing required field `answer`.*expected one JSON object a line"),
+        ({"q": "1+1=", "solution": "2"}, r"For other names of columns .* in prompts\.columns"),
         ({"answer": "1"}, r"there is no question; expected"),
         ({"messages": [], "answer": "1"}, r"there is no question"),
         ({"question": " ", "answer": "1"}, r"there is no question"),
