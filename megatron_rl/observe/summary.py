@@ -45,7 +45,7 @@ class RunFacts:
     """Facts besides the metrics."""
 
     wall_s: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase."""
+    """Seconds by phase, since the latest start of the run."""
     hf_export: str | None = None
     """Exported HF folder."""
     max_staleness: int | None = None
@@ -115,6 +115,7 @@ def summarize(given: Iterable[Row], facts: RunFacts) -> dict[str, Any]:
         "generator_idle_fraction": generator_idle_fraction(rows),
         "trainer_idle_fraction": trainer_idle_fraction(rows),
         "generator_restarts": int(sum(_values(rows, GENERATOR_RESTARTS))),
+        "resumes": sum(RESUMED in row for row in rows),
         "wall_s": {phase: round(seconds, 1) for phase, seconds in facts.wall_s.items()},
         "hf_export": facts.hf_export,
     }

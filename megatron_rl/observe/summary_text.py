@@ -17,7 +17,9 @@ def render_text(summary: dict[str, Any], facts: RunFacts) -> str:
         lines.append(f"Generators          died and were restarted {restarts} times")
     wall = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in summary["wall_s"].items())
     if wall:
-        lines.append(f"Time                {wall}")
+        resumes = summary.get("resumes", 0)
+        since = f" (since the latest of {resumes + 1} starts)" if resumes else ""
+        lines.append(f"Time                {wall}{since}")
     lines.append(f"Trained model       {summary['hf_export'] or 'none was exported'}")
     if facts.files:
         lines.append(f"Everything else     {facts.run_dir}: {', '.join(facts.files)}")

@@ -27,7 +27,7 @@ KEYS_OF_THE_ISSUE = {
 }  # fmt: skip
 ADDED_KEYS = {
     "sft_baseline", "sft_baseline_accuracy", "sft_baseline_se", "max_staleness",
-    "generator_restarts",
+    "generator_restarts", "resumes",
     "groups_dropped", "completions_dropped", "eval_not_graded", "activity", "diagnosis",
     "rl_minus_sft_baseline", "rl_minus_sft_baseline_standard_errors", "sampled_accuracy_first",
     "sampled_accuracy_last", "pass_at", "maj_at", "evaluation_sets", "cold_start", "turns_mean",
@@ -222,6 +222,10 @@ def test_the_time_in_which_a_run_was_stopped_is_no_time_of_the_loop() -> None:
     idle = {"source": "generator-0", "step": 1, "generator/idle_s": 8.0, "generator/busy_s": 0.0}
     busy = idle | {"time": 3702.0, "generator/idle_s": 1.0, "generator/busy_s": 3.0}
     assert generator_idle_fraction([*rows, idle | {"time": 3690.0}, busy]) == pytest.approx(1 / 4)
+    summary = summarize(rows, FACTS)
+    assert summary["resumes"] == 1
+    assert "rl 20 s, total 31 s (since the latest of 2 starts)" in render_text(summary, FACTS)
+    assert "since the latest" not in render_text(summarize(run_rows(), FACTS), FACTS)
 
 
 def test_generator_idle_counts_rows_of_the_loop_outside_evaluations() -> None:
