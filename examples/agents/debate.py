@@ -48,7 +48,7 @@ class Case(NamedTuple):
     @property
     def choice(self) -> str:
         """What a debater who chooses its answer is told first."""
-        return f"{self.passage}:{self.question}{self.answers[0]}{self.answers[1]}"
+        return f"{self.answers[0]}{self.answers[1]}:{self.passage}:{self.question}"
 
 
 def shown(answers: Sequence[str], quotes: Sequence[str]) -> str:

@@ -28,6 +28,12 @@ def read_as(
     kind = source.kind
     # These two make prompts, unless rows of theirs are given.
     is_made = kind == "reasoning_gym" and (bool(source.name) or source.path is None)
+    if is_made and source.path is not None:
+        raise InputError(
+            f"prompts.path = {source.path} is not read beside prompts.name = {source.name!r} of "
+            "kind 'reasoning_gym', which makes the prompts: set prompts.kind = 'files' to read the "
+            "file, or leave out path"
+        )
     is_made |= kind == "human_eval" and not (source.path or source.name)
     is_form = named_form(kind) is not None and not is_made
     if kind != AUTO and not is_form:

@@ -112,6 +112,8 @@ def test_every_shipped_configuration_passes_on_nodes_of_8_gpus(
     config = load_config(shipped()[name])
     words = given(files, "eval.prompts=10")
     for number, source in enumerate(config.prompts):
+        if source.kind == "reasoning_gym":
+            words.append(f"prompts.{number}.kind=files")
         words.append(f"prompts.{number}.path={files / 'prompts.jsonl'}")
         words += hub_keys(source, f"prompts.{number}")
     for number in range(len(config.eval.sets)):
