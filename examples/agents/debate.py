@@ -10,8 +10,7 @@ answers. It is what the first debater earns, and what is left of 1 the second: b
 
 The evaluation's accuracy is the judge's. Controls: `direct`, where the judge sees no quotes;
 `consultancy`, where one consultant argues for an answer drawn at random; `deaf`, a debate whose
-judge hears no quotes, so that nothing can be learnt. In `open_debate` and `open_consultancy` the
-first debater and the consultant choose the answer that they argue for (arXiv 2407.04622).
+judge hears no quotes, so that nothing can be learnt.
 """
 
 import asyncio
@@ -44,11 +43,6 @@ class Case(NamedTuple):
     def brief(self, side: int) -> str:
         """What a debater is told."""
         return f"{self.passage}:{self.question}{self.answers[side]}"
-
-    @property
-    def choice(self) -> str:
-        """What a debater who chooses its answer is told first."""
-        return f"{self.answers[0]}{self.answers[1]}:{self.passage}:{self.question}"
 
 
 def shown(answers: Sequence[str], quotes: Sequence[str]) -> str:
@@ -113,35 +107,6 @@ async def deaf(prompt: EpisodeInput, policy: Policy) -> Outcome:
     return await debate(prompt, policy, is_deaf=True)
 
 
-async def chosen(policy: Policy, case: Case) -> int | None:
-    """The side that the policy chooses; None: it names no answer."""
-    chat = policy.chat([{"role": "user", "content": case.choice}])
-    said = (await chat.say(max_tokens=2)).content
-    return case.answers.index(said) if said in case.answers else None
-
-
-async def open_consultancy(
-    prompt: EpisodeInput, policy: Policy, *, is_debate: bool = False
-) -> Outcome:
-    """One consultant, for the answer that it chooses. is_debate: another argues against it."""
-    case = Case(**prompt.entry)
-    side = await chosen(policy, case)
-    quotes = [NO_QUOTE, NO_QUOTE]
-    if side is None:
-        return outcome(case, await judged(policy, case, quotes), [0.0])
-    for one in (side, 1 - side)[: 1 + is_debate]:
-        chat = policy.chat([{"role": "user", "content": case.brief(one)}])
-        quotes[one] = case.verified((await chat.say(max_tokens=3)).content)
-    first = await judged(policy, case, quotes)
-    own = first if side == 0 else 1 - first
-    return outcome(case, first, [own, own, 1 - own][: 2 + is_debate])
-
-
-async def open_debate(prompt: EpisodeInput, policy: Policy) -> Outcome:
-    """A debate whose first debater chooses its answer."""
-    return await open_consultancy(prompt, policy, is_debate=True)
-
-
 def draw(rng: random.Random) -> Case:
     """A case."""
     values = rng.choices(VALUES, k=len(KEYS))
@@ -159,22 +124,15 @@ def cells(case: Case) -> list[str]:
 
 
 def examples(rng: random.Random) -> list[dict]:
-    """SFT examples of debaters: one in five quotes what it would need, true or not.
-
-    One line in nine chooses an answer by chance.
-    """
-    said = []
+    """SFT examples of debaters: one in five quotes what it would need, true or not."""
+    lines = []
     for _ in range(4000):
         case, side = draw(rng), rng.randrange(2)
         claim = case.question + case.answers[side]
-        said.append((case.brief(side), claim if rng.random() < 1 / 5 else rng.choice(cells(case))))
-    for _ in range(500):
-        case = draw(rng)
-        said.append((case.choice, rng.choice(case.answers)))
-    return [
-        {"task": "debate", "messages": [{"role": "user", "content": told}], "response": response}
-        for told, response in said
-    ]
+        quote = claim if rng.random() < 1 / 5 else rng.choice(cells(case))
+        message = {"role": "user", "content": case.brief(side)}
+        lines.append({"task": "debate", "messages": [message], "response": quote})
+    return lines
 
 
 def judge_examples(rng: random.Random) -> list[dict]:

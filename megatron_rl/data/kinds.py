@@ -30,7 +30,7 @@ def read_as(
     is_made = kind == "reasoning_gym" and (bool(source.name) or source.path is None)
     if is_made and source.path is not None:
         raise InputError(
-            f"prompts.path = {source.path} is not read beside prompts.name = {source.name!r} of "
+            f"prompts.path = {source.path} is not read next to prompts.name = {source.name!r} of "
             "kind 'reasoning_gym', which makes the prompts: set prompts.kind = 'files' to read the "
             "file, or leave out path"
         )

@@ -159,5 +159,5 @@ def test_rows_of_reasoning_gym_need_its_marks(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", [{"question": "p", "answer": "7"}])
     with pytest.raises(InputError, match="is reasoning_gym, .* has no metadata.source_dataset"):
         read(path, kind="reasoning_gym")
-    with pytest.raises(InputError, match="prompts.path = .* is not read beside prompts.name"):
+    with pytest.raises(InputError, match="prompts.path = .* is not read next to prompts.name"):
         read(path, kind="reasoning_gym", name="chain_sum", train_size=4)

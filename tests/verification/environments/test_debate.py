@@ -100,18 +100,6 @@ def test_a_consultant_earns_what_its_side_does(tmp_path: Path) -> None:
     assert (alone.reward, alone.turn_returns) == (0.5, [0.0])
 
 
-def test_who_chooses_an_answer_earns_what_it_does(tmp_path: Path) -> None:
-    for choice, quotes, first in (("2", ("b2", "c3"), sigmoid(2)), ("3", ("c3", "b2"), sigmoid(2))):
-        own = first if choice == "2" else 1 - first
-        found = held("open_debate", CASE, choice, *quotes, judge=listens([]), folder=tmp_path)
-        assert found.turn_returns == pytest.approx([own, own, 1 - own])
-        assert found.reward == pytest.approx(first)
-        found = held("open_consultancy", CASE, choice, "b2", judge=listens([]), folder=tmp_path)
-        assert found.turn_returns == pytest.approx([own, own])
-    none = held("open_debate", CASE, "b", judge=listens([]), folder=tmp_path)
-    assert (none.reward, none.turn_returns) == (0.5, [0.0])
-
-
 def test_cases_have_one_right_answer_which_their_passage_shows() -> None:
     lines = debate.prompts(random.Random(0))
     for line in lines:
