@@ -15,6 +15,14 @@ from megatron_rl.data.tables.data_sets import DATA_SETS, named_form
 AUTO = "auto"
 NAMED = [name for one in DATA_SETS for name in one.names]
 """Known data sets."""
+_TABLES = ("files", "hub")
+_READ_BY = {
+    **dict.fromkeys(("options", "train_size", "held_out_size"), ("reasoning_gym",)),
+    **dict.fromkeys(("columns", "answer_part", "where", "strip_suffix"), _TABLES),
+    **dict.fromkeys(("template", "strip_prefix"), (*_TABLES, "reasoning_gym")),
+    "revision": ("hub",),
+}
+"""The readers of keys that some of ours do not read."""
 
 
 def read_as(
@@ -50,6 +58,22 @@ def read_as(
         f"a prompt source of kind {kind!r} needs a path (prompts.path), or as prompts.name a data "
         "set of the Hub, as 'openai/gsm8k'" + ("" if is_form else ", or one of reasoning_gym")
     )
+
+
+def unread_keys(source: PromptSource) -> list[str]:
+    """A text about keys of the source that are set, and that its reader does not read, if any."""
+    reader = read_as(source)
+    if reader not in (*_TABLES, "jsonl", "reasoning_gym"):
+        return []
+    plain = PromptSource()
+    unread = [
+        f"prompts.{key} (for {', '.join(readers)})"
+        for key, readers in _READ_BY.items()
+        if reader not in readers and getattr(source, key) != getattr(plain, key)
+    ]
+    what = source.path or source.name
+    told = f"warning: {what} is read by kind {reader!r}, without {', '.join(unread)}"
+    return [told] if unread else []
 
 
 def paths_of(source: PromptSource) -> list[Path]:

@@ -18,6 +18,7 @@ from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.tree import Config, PromptSource
 from megatron_rl.data.dropped_prompts import DROPPED
 from megatron_rl.data.epochs import ShuffledEpochs
+from megatron_rl.data.kinds import unread_keys
 from megatron_rl.data.sources import read_source
 from megatron_rl.data.tables.source import Reading
 from megatron_rl.protocol.queue_state import PromptCursor
@@ -174,11 +175,16 @@ def read_prompts(
         reading = _read_eval_set(one, seed, reward)
         evaluated[one.name] = [_marked(prompt, games) for prompt in reading.prompts]
         readings.append(reading)
+    given = [*sources, *(one.prompts for one in eval_sets)]
     return PromptMaterial(
         sources,
         loaded,
         evaluated,
-        notes=tuple(note for reading in readings for note in reading.notes),
+        notes=tuple(
+            note
+            for source, reading in zip(given, readings, strict=True)
+            for note in (*reading.notes, *unread_keys(source))
+        ),
         files=tuple(dict.fromkeys(file for reading in readings for file in reading.files)),
     )
 

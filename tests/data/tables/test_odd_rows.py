@@ -10,7 +10,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.config.tree import Config
 from megatron_rl.data.check import check_prompts
-from megatron_rl.data.prompts import material_of_run
+from megatron_rl.data.prompts import material_of_run, read_prompts
 from tests.data.tables.test_sets_by_form import read, user, verl, write
 from verification import settings
 
@@ -161,3 +161,18 @@ def test_rows_of_reasoning_gym_need_its_marks(tmp_path: Path) -> None:
         read(path, kind="reasoning_gym")
     with pytest.raises(InputError, match="prompts.path = .* is not read next to prompts.name"):
         read(path, kind="reasoning_gym", name="chain_sum", train_size=4)
+
+
+def test_keys_that_a_kind_does_not_read_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"question": "p", "answer": "7"}])
+
+    def warnings(**given: Any) -> list[str]:
+        notes = read_prompts([PromptSource(path=path, **given)], seed=0).notes
+        return [note for note in notes if note.startswith("warning")]
+
+    told = f"warning: {path} is read by kind 'files', without prompts.options (for reasoning_gym), "
+    made: dict[str, Any] = {"options": {"min_terms": 2}, "train_size": 9}
+    assert warnings(**made) == [f"{told}prompts.train_size (for reasoning_gym)"]
+    [told] = warnings(kind="jsonl", template="{question}?", **made)
+    assert told.endswith("(for reasoning_gym), prompts.template (for files, hub, reasoning_gym)")
+    assert not warnings(template="{question}?")
