@@ -133,6 +133,11 @@ class RewardConfig(Section):
         tasks = _DEFAULT_TASKS | self.tasks
         return {name: task.decided(thinks=True) for name, task in tasks.items()}
 
+    @property
+    def own_tasks(self) -> list[str]:
+        """Names of the user's tasks."""
+        return [name for name in self.tasks if name not in _DEFAULT_TASKS]
+
     def decided(self, *, thinks: bool) -> Self:
         """The section with all format checks decided, for a model that thinks or does not."""
         tasks = _DEFAULT_TASKS | self.tasks

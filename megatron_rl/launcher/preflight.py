@@ -302,6 +302,11 @@ def check_prompts(config: Config) -> PromptReport:
     asked = {
         (p.task, p.is_program, names_cpp(p.messages)) for p in sets.all if not has_own_system(p)
     }
+    if unused := [name for name in config.reward.own_tasks if name not in tasks]:
+        notes.append(
+            f"warning: no prompt has the task {' or '.join(unused)} of [reward.tasks]: set "
+            "prompts.task, or the task of each line"
+        )
     notes.append(describe_thinking(config, tasks))
     notes += describe_system_prompts(config, sorted(asked))
     return PromptReport(notes, dropped, sets.files, sets.all)
