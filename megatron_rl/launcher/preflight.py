@@ -302,14 +302,24 @@ def check_prompts(config: Config) -> PromptReport:
     asked = {
         (p.task, p.is_program, names_cpp(p.messages)) for p in sets.all if not has_own_system(p)
     }
-    if unused := [name for name in config.reward.own_tasks if name not in tasks]:
-        notes.append(
-            f"warning: no prompt has the task {' or '.join(unused)} of [reward.tasks]: set "
-            "prompts.task, or the task of each line"
-        )
+    notes += _describe_unused(config, tasks)
     notes.append(describe_thinking(config, tasks))
     notes += describe_system_prompts(config, sorted(asked))
     return PromptReport(notes, dropped, sets.files, sets.all)
+
+
+def _describe_unused(config: Config, tasks: Sequence[str]) -> list[str]:
+    """What is configured without effect. tasks: of the prompts."""
+    found = []
+    if unused := [name for name in config.reward.own_tasks if name not in tasks]:
+        found.append(
+            f"warning: no prompt has the task {' or '.join(unused)} of [reward.tasks]: set "
+            "prompts.task, or the task of each line"
+        )
+    sft = config.sft
+    if sft.dataset is not None and not (sft.steps or sft.baseline):
+        found.append("warning: sft.dataset is not used, because sft.steps = 0: no cold start")
+    return found
 
 
 def check_cursor(material: PromptMaterial, config: Config, dropped: frozenset[str]) -> None:

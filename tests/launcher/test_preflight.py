@@ -314,10 +314,12 @@ def test_the_system_prompts_of_the_tasks_in_use_are_shown(
     assert not any("no prompt has" in note for note in report.notes)
 
 
-def test_a_task_without_prompts_is_named(tmp_path: Path, overrides: list[str]) -> None:
+def test_what_is_configured_without_effect_is_named(tmp_path: Path, overrides: list[str]) -> None:
     own = "reward.tasks.mine={compare='exact', format_check='none'}"
     told = "warning: no prompt has the task mine of [reward.tasks]: set prompts.task, or "
     assert any(note.startswith(told) for note in check(tmp_path, [*overrides, own]).notes)
+    notes = check(tmp_path, [*overrides, "sft.steps=0"]).notes
+    assert "warning: sft.dataset is not used, because sft.steps = 0: no cold start" in notes
 
 
 def test_malformed_trace_names_file_and_line(tmp_path: Path, overrides: list[str]) -> None:
