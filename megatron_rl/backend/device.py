@@ -105,13 +105,24 @@ class Backend:
         """A tensor of host memory on the device; the caller does not wait for the copy."""
         if self.device.type == "cpu":
             return tensor
-        # From pageable memory the copy would wait for all that the device has to do before it.
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return self.pin(tensor).to(self.device, non_blocking=True)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous tensor of host memory, for copies that the host does not wait for."""
+        # From pageable memory a copy would wait for all that the device has to do before it.
+        return tensor if self.device.type == "cpu" else tensor.pin_memory()
 
     def host_copy(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A copy in host memory that the device reads and writes while the host continues."""
-        copy = tensor.detach().to("cpu", dtype, copy=True)
-        return copy if self.device.type == "cpu" else copy.pin_memory()
+        """A copy in host memory that the device reads and writes while the host continues.
+
+        The device may still write it: `wait` before the host reads.
+        """
+        dtype = dtype or tensor.dtype
+        if self.device.type == "cpu":
+            return tensor.detach().to(dtype, copy=True)
+        copy = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=True)
+        # Converted on the device: the host would wait for a copy that changes the dtype.
+        return copy.copy_(tensor.detach().to(dtype), non_blocking=True)
 
     def peak_flops(self, model: ModelConfig) -> float | None:
         """Peak FLOP/s of one rank in the model's products; None where it is not known."""

@@ -63,6 +63,10 @@ class Trace(msgspec.Struct):
     """The same of each phase."""
     peak_parts: dict[str, int]
     """The tensors of the largest sum, by purpose."""
+    host_bytes: int
+    """Largest sum of pinned memory and an offloaded optimizer's, since the rank's start."""
+    copied_bytes: dict[str, int]
+    """Between host and device: "to host", "to device"."""
     flops: int
     kernels: dict[str, int]
     """Operations that read or write data, by phase."""

@@ -30,12 +30,6 @@ class Memory:
         self.peak = self._copied = 0
         self.peaks.clear()
 
-    def leave_out(self, tensor: Tensor) -> None:
-        """It stands for one of host memory: its storage never counts."""
-        key = tensor.untyped_storage()._cdata
-        self._sizes[key] = 0
-        weakref.finalize(tensor.untyped_storage(), self._free, key, self.purpose)
-
     def note(self, tensor: Tensor) -> None:
         """Count its storage, unless it is counted already."""
         storage = tensor.untyped_storage()

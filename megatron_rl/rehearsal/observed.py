@@ -14,7 +14,7 @@ def _unset(*args: object) -> object:
 
 add_flops: Callable[[int], object] = _unset
 """Called with the FLOPs of a kernel."""
-leave_out: Callable[[Tensor], object] = _unset
-"""Called with a tensor that stands for one of host memory."""
+know: Callable[[Tensor, Tensor], object] = _unset
+"""Called with a tensor of the device and the values that the host has sent to it."""
 read_lengths: Callable[[Tensor], Sequence[int]] = _unset  # type: ignore[assignment]
 """Lengths of packed sequences from their bounds, without a wait of the host."""

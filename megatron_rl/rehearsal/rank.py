@@ -18,6 +18,7 @@ from torch.nn.modules import module as torch_module
 
 from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.rollout import narrow_choices
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.rehearsal import observed
 from megatron_rl.rehearsal.device import DEVICE, install_collectives, select_rehearsed
@@ -62,7 +63,7 @@ def rehearse_rank(
     backend.init_distributed(cfg.parallel, seed=cfg.run.seed, timeout_s=60)
     tracer = Tracer(DEVICE)
     observed.add_flops, observed.read_lengths = tracer.add_flops, tracer.lengths
-    observed.leave_out = tracer.memory.leave_out
+    observed.know = tracer.know
     with tracer, batches_marked(tracer), modules_named(tracer):
         with tracer.in_phase("build"):
             tracer.memory.purpose = "weights and gradients"
@@ -74,12 +75,12 @@ def rehearse_rank(
         tracer.assumed = partial(_even_choices, shape)
         tracer.selected = partial(_chosen_rows, shape)
         # The first step of an optimizer makes its moments.
-        trainer.take(share_of(replace(work, microbatches=policy.microbatch_multiple), cfg))
+        trainer.take(share_of(replace(work, microbatches=policy.microbatch_multiple), cfg, shape))
         tracer.begin_again()
         work = change(trainer, work)
         # Before the step, as its buffers stay.
         syncer = send_weights(cfg, policy, tracer) if engine_ranks(cfg) else None
-        trainer.take(share_of(work, cfg))
+        trainer.take(share_of(work, cfg, shape))
         del syncer
     return tracer.trace(
         rank,
@@ -150,8 +151,9 @@ class TracedTrainer(Trainer):
         return totals
 
 
-def share_of(work: Work, cfg: Config) -> MinibatchShare:
+def share_of(work: Work, cfg: Config, shape: ModelShape) -> MinibatchShare:
     """Full microbatches of sequences of equal lengths, in groups of one."""
+    width = cfg.train.router_replay * shape.layers * shape.experts_per_token
     rows = []
     for _ in range(work.microbatches):
         left = work.tokens
@@ -161,14 +163,16 @@ def share_of(work: Work, cfg: Config) -> MinibatchShare:
             # Two tokens are the fewest that predict anything.
             if left - length == 1:
                 length -= 1
-            row.append(_sequence(length, len(row)))
+            # Distinct for each token of a layer, and even over the experts.
+            choices = np.arange((length - 1) * width, dtype=np.int32) % max(1, shape.experts)
+            row.append(_sequence(length, len(row), choices))
             left -= length
         rows.append(row)
     count = max(map(len, rows))
     return MinibatchShare(rows, groups=count, members=1, temperature=cfg.sampling.temperature)
 
 
-def _sequence(length: int, group: int) -> TrainSequence:
+def _sequence(length: int, group: int, choices: np.ndarray) -> TrainSequence:
     prompt = max(1, length // 8)
     completion = length - prompt
     return TrainSequence(
@@ -179,6 +183,7 @@ def _sequence(length: int, group: int) -> TrainSequence:
         advantage=1.0,
         weight=1.0,
         group=group,
+        expert_choices=narrow_choices(choices),
     )
 
 

@@ -168,26 +168,19 @@ def rehearsable(cfg: Config) -> tuple[Config, list[str]]:
         notes.append(f"expert.parallel.expert_exchange={parallel.expert_exchange!r} is rehearsed "
                      "as 'all_to_all'")  # fmt: skip
         parallel = parallel.model_copy(update={"expert_exchange": "all_to_all"})
-    if cfg.optimizer.offload:
-        notes.append("optimizer.offload is rehearsed with the optimizer's state on the device")
-    optimizer = cfg.optimizer.model_copy(update={"offload": False})
     if algorithm.reference.folder is not None or algorithm.needs_scorer:
         notes.append("algorithm.reference is rehearsed as the first weights, on these ranks")
         own = {"policy": "start", "source": "trainer"}
         reference = algorithm.reference.model_copy(update=own)
         algorithm = algorithm.model_copy(update={"reference": reference})
-    train = cfg.train
-    if train.router_replay:
-        notes.append("train.router_replay is rehearsed with the trainer's own choices of experts")
-        train = train.model_copy(update={"router_replay": False})
-    if train.deterministic and read_shape(model.path).has_sinks:
+    if cfg.train.deterministic and read_shape(model.path).has_sinks:
         # transformer-engine 2.12.0, dot_product_attention/utils.py:1060.
         notes.append("train.deterministic: attention with sinks is rehearsed by the fused kernel; "
                      "CUDA's deterministic one also keeps the scores of all pairs")  # fmt: skip
     notes += _sync_notes(cfg)
     weights = cfg.weights.model_copy(update={"groups": 1})
-    found = {"model": model, "parallel": parallel, "algorithm": algorithm, "train": train,
-             "optimizer": optimizer, "weights": weights}  # fmt: skip
+    found = {"model": model, "parallel": parallel, "algorithm": algorithm,
+             "weights": weights}  # fmt: skip
     return cfg.model_copy(update=found), notes
 
 

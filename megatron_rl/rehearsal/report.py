@@ -72,6 +72,8 @@ def _stage_tree(found: Rehearsal, stage: Stage) -> dict[str, Any]:
         "peak_bytes": trace.peak_bytes,
         "planned_bytes": stage.planned.total - stage.planned.reserve,
         "peak_parts": trace.peak_parts,
+        "host_bytes": trace.host_bytes,
+        "copied_bytes": trace.copied_bytes,
         "flops": trace.flops,
         "kernels": trace.kernels.get(PASSES, 0),
         "host_waits": _waits(stage),
@@ -93,6 +95,11 @@ def _rows(found: Rehearsal) -> Iterable[tuple[str, list[str]]]:
     yield "parameters of a rank", [f"{stage.trace.parameters:,}" for stage in stages]
     yield "peak of tensors", [f"{stage.trace.peak_bytes / GIB:.1f} GiB" for stage in stages]
     yield "  over the plan's", [f"{stage.memory_ratio:.3f}" for stage in stages]
+    if any(stage.trace.host_bytes for stage in stages):
+        yield "host memory", [f"{stage.trace.host_bytes / GIB:.1f} GiB" for stage in stages]
+        for name in ("to host", "to device"):
+            copied = [stage.trace.copied_bytes.get(name, 0) for stage in stages]
+            yield f"  GiB copied {name}", [f"{size / GIB:.1f}" for size in copied]
     yield "FLOPs of a step", [f"{stage.trace.flops / 1e12:,.1f} T" for stage in stages]
     kernels = [stage.trace.kernels.get(PASSES, 0) // count for stage in stages]
     yield "kernels of a microbatch", [f"{number:,}" for number in kernels]

@@ -29,6 +29,7 @@ from megatron_rl.rehearsal.collectives import (
     name_of,
 )
 from megatron_rl.rehearsal.events import Event, HostRead, Stack, Trace
+from megatron_rl.rehearsal.host_memory import HostTensor, makes_host_wait
 from megatron_rl.rehearsal.memory import Memory
 from megatron_rl.rehearsal.values import KnownValues, tensors_in
 
@@ -49,6 +50,8 @@ class Tracer(TorchDispatchMode):
         self.events: list[Event] = []
         self.groups: dict[str, list[int]] = {}
         self.memory = Memory()
+        self.host = Memory()
+        """Of the host, as far as its tensors have no data."""
         self.flops = 0
         self.kernels: Counter[str] = Counter()
         self.phase = ""
@@ -64,6 +67,7 @@ class Tracer(TorchDispatchMode):
         self._values = KnownValues(device)
         self._stacks: dict[Stack, int] = {}
         self._reads: Counter[tuple[str, int, bool]] = Counter()
+        self._copied: Counter[str] = Counter()
         self._batch = 0
         self._batches = 0
         self._thread = threading.local()
@@ -94,6 +98,8 @@ class Tracer(TorchDispatchMode):
             peak_bytes=self.memory.peak,
             peaks=dict(self.memory.peaks),
             peak_parts=self.memory.peak_parts,
+            host_bytes=self.host.peak,
+            copied_bytes=dict(self._copied),
             flops=self.flops,
             kernels=dict(self.kernels),
             microbatches=microbatches,
@@ -106,6 +112,7 @@ class Tracer(TorchDispatchMode):
         self.events.clear()
         self.kernels.clear()
         self._reads.clear()
+        self._copied.clear()
         self.flops = self._batches = 0
         self.memory.begin_again()
 
@@ -150,6 +157,10 @@ class Tracer(TorchDispatchMode):
         finally:
             self._batch = 0
 
+    def know(self, tensor: Tensor, values: Tensor) -> None:
+        """Values of a tensor that the host has sent."""
+        self._values.set(tensor, values)
+
     def add_flops(self, count: int) -> None:
         """Of an operation whose shapes torch's own counter does not know."""
         self.flops += count
@@ -175,9 +186,14 @@ class Tracer(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and self._is_ours(args[0]):
             return self._host_value(args[0]).reshape(()).item()
         if func is aten._to_copy.default and self._is_ours(args[0]) and _goes_to_host(kwargs):
+            self._copied["to host"] += args[0].nbytes
             return self._host_value(args[0]).to(kwargs.get("dtype") or args[0].dtype)
         if func is aten.copy_.default and self._is_ours(args[1]) and not self._is_ours(args[0]):
-            return args[0].copy_(self._host_value(args[1]))
+            return self._copy_to_host(*args, **kwargs)
+        if func is aten.is_pinned.default:
+            return isinstance(args[0], HostTensor) and args[0].is_in_pinned_memory
+        if func is aten._pin_memory.default or kwargs.get("pin_memory"):
+            return self._pinned(func, args, kwargs)
         if func is aten.index_put_.default and args[2].numel() == 1:
             # CUDA fills by the mask, and does not count its places.
             return args[0]
@@ -189,10 +205,10 @@ class Tracer(TorchDispatchMode):
         self._note(func, args, kwargs, result)
         if (values := self.assumed(func, args)) is not None:
             self._values.set(result, values)
-        else:
+        elif not any(isinstance(each, HostTensor) for each in args):
             self._values.follow(func, args, kwargs, result)
         if func in (aten._to_copy.default, aten.copy_.default):
-            self._brought(func, args, result)
+            self._brought(func, args, kwargs, result)
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -200,6 +216,9 @@ class Tracer(TorchDispatchMode):
         outputs = [each for each in tensors_in(result) if self._is_ours(each)]
         for each in outputs:
             self.memory.note(each)
+        for each in tensors_in(result):
+            if isinstance(each, HostTensor):
+                self.host.note(each.held)
         if func._overloadpacket in flop_registry and outputs:
             factors = [each for each in args if isinstance(each, Tensor)]
             self.flops += flop_registry[func._overloadpacket](*factors, out_val=result)
@@ -211,17 +230,46 @@ class Tracer(TorchDispatchMode):
 
     def _host_value(self, tensor: Tensor) -> Tensor:
         """The value that the host reads, and a record that it waits."""
-        self._reads[self.phase, self._stack(), _is_own_code()] += 1
+        self._note_wait()
         known = self._values.of(tensor)
         if known is not None:
             return known.clone()
         return torch.ones((), dtype=tensor.dtype).expand(tensor.shape)
 
-    def _brought(self, func: Any, args: Any, result: Tensor) -> None:
-        """Values that came from the host are known."""
-        source = args[1] if func is aten.copy_.default else args[0]
-        if not self._is_ours(source) and self._is_ours(result):
+    def _note_wait(self) -> None:
+        self._reads[self.phase, self._stack(), _is_own_code()] += 1
+
+    def _copy_to_host(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        self._copied["to host"] += source.nbytes
+        if not isinstance(target, HostTensor):
+            return target.copy_(self._host_value(source))
+        if makes_host_wait(target, source, is_non_blocking=non_blocking):
+            self._note_wait()
+        return target
+
+    def _pinned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HostTensor:
+        """Pinned memory: a copy, or new."""
+        if func is aten._pin_memory.default:
+            held = torch.empty_like(args[0], device=self.device)
+        else:
+            held = func(*args, **(kwargs | {"device": self.device, "pin_memory": False}))
+        self.host.note(held)
+        return HostTensor(held, is_pinned=True)
+
+    def _brought(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> None:
+        """Values that came from the host are known. The host may have waited for the copy."""
+        is_into = func is aten.copy_.default
+        source = args[1] if is_into else args[0]
+        if self._is_ours(source) or not self._is_ours(result):
+            return
+        self._copied["to device"] += result.nbytes
+        is_non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        if makes_host_wait(source, result, is_non_blocking=is_non_blocking):
+            self._note_wait()
+        if not isinstance(source, HostTensor):
             self._values.set(result, source.expand(result.shape))
+        elif is_into:
+            self._values.forget(result)
 
     def _without_masks(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Indexing by a known mask as indexing by numbers, whose count the host must wait for."""

@@ -170,6 +170,7 @@ class Passes:
             batch.expert_choices,
             topk=self.policy.shape.experts_per_token,
             share=self.policy.position_share,
+            pin=self.policy.backend.pin,
         )
         # Megatron's bfloat16 wrapper would return hidden states in float32, at twice the bytes.
         options = {"fp32_output": False} if self.policy.cfg.model.dtype == "bfloat16" else {}
@@ -222,7 +223,7 @@ def _with_reference_weight_on(device: torch.device, prepared: Sequence[Prepared]
     layer = prepared[0].reference_layer if prepared else None
     if layer is None:
         return list(prepared)
-    weight = layer.weight.to(device)
+    weight = layer.weight.to(device, non_blocking=True)
     return [
         replace(p, reference_layer=p.reference_layer and replace(p.reference_layer, weight=weight))
         for p in prepared

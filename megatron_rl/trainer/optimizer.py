@@ -3,6 +3,7 @@
 `build_optimizer` must follow `load_weights`: Megatron copies float32 masters from the parameters.
 """
 
+import gc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,6 +65,10 @@ def build_optimizer(
         list(model),
         use_gloo_process_groups=False,
     )
+    if cfg.offload:
+        # megatron-core 0.16.1 first copies all parameters of the rank to host memory, then its part
+        # of them (distrib_optimizer.py:603); hooks in cycles keep the first copies.
+        gc.collect()
     for group in optimizer.param_groups:
         # Megatron's own scheduler, unused here, would leave out norms and biases.
         group["weight_decay"] = cfg.weight_decay * group.get("wd_mult", 1.0)

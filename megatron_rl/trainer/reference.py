@@ -102,6 +102,7 @@ class SwappedReference:
         self._backend = policy.backend
         self._own = [self._backend.host_copy(p) for p in self._parameters]
         self._weights = [self._backend.host_copy(p, dtype) for p in self._parameters]
+        self._backend.wait()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -249,16 +250,18 @@ class ScoredReference:
 def _by_passes(passes: Passes, minibatches: Sequence[MinibatchShare]) -> list[list[Prepared]]:
     """What the objective reads of the weights that are in place, per minibatch and microbatch."""
     objective, model = passes.objective, unwrap(passes.policy.chunks[-1])
+    host_copy = passes.policy.backend.host_copy
     weight: Tensor | None = None
     if objective.needs_reference_kl and model.post_process:
         # An update computes the reference's logits again. Host memory holds what that needs: the
-        # hidden states of all completion tokens of a batch, and one output layer.
-        weight = output_weight(model).detach().to("cpu", copy=True)
+        # hidden states of all completion tokens of a batch, and one output layer. The device's
+        # stream writes and reads them; the host waits for neither.
+        weight = host_copy(output_weight(model))
 
     def read(batch: MicroBatch, _: Prepared, selected: Tensor) -> Prepared:
-        layer = weight if weight is None else ReferenceLayer(
-            selected.detach().to("cpu", weight.dtype), weight
-        )  # fmt: skip
+        layer = None
+        if weight is not None:
+            layer = ReferenceLayer(host_copy(selected, weight.dtype), weight)
         return Prepared(
             reference_logprobs=passes.compute_log_probs(batch, selected).logprobs,
             reference_layer=layer,

@@ -137,18 +137,19 @@ def replay(folder: Path) -> tuple[int, str]:
         layers = policy.shape.layers
         choices = torch.arange(TOPK, dtype=torch.int16).repeat(TOKENS, layers)
         before = torch.cuda.memory_allocated()
-        with replayed(chunk, choices, topk=TOPK, share=Share()):
+        with replayed(chunk, choices, topk=TOPK, share=Share(), pin=policy.backend.pin):
             held = torch.cuda.memory_allocated() - before
         [(_, router), *_] = routers_of(chunk)
         [kept] = router.replay_backward_list
-        return held, next(iter(vars(kept).values())).device.type
+        narrow = next(iter(vars(kept).values()))
+        return held, "pinned" if narrow.is_pinned() else narrow.device.type
 
 
 def test_replay_takes_two_bytes_a_choice(folders: dict[str, Path]) -> None:
     [(held, place)] = run_ranks(replay, 1, folders["mixture"], timeout_s=LIMIT_S)
     # torch's allocator rounds up to 512 bytes.
     assert held <= TOKENS * 4 * TOPK * 2 + 512
-    assert place == "cpu"
+    assert place == "pinned"
 
 
 def segments() -> list[bool]:

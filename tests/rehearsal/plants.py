@@ -27,6 +27,8 @@ from megatron_rl.rehearsal.events import REQUEST, Request
 from megatron_rl.rehearsal.rank import TracedTrainer, Work
 from megatron_rl.rehearsal.ranks import serve
 from megatron_rl.trainer import step
+from megatron_rl.trainer.model import router_replay
+from megatron_rl.trainer.model.logprobs import ReferenceLayer
 from megatron_rl.weights.exchange import engine_rank
 from megatron_rl.weights.exchange.group import connect_group
 from megatron_rl.weights.exchange.group_transport import GroupTransport
@@ -70,6 +72,26 @@ def read(trainer: TracedTrainer, work: Work) -> Work:
         return found
 
     trainer._loss = take
+    return work
+
+
+def widened(trainer: TracedTrainer, work: Work) -> Work:
+    """The host widens the choices of experts before it sends them to the device."""
+
+    def to(choices: router_replay._Choices, device: torch.device) -> torch.Tensor:
+        return choices._narrow.to(device, torch.int64)
+
+    router_replay._Choices.to = to
+    return work
+
+
+def awaited(trainer: TracedTrainer, work: Work) -> Work:
+    """The host waits until the reference's hidden states are on the device."""
+
+    def to(layer: ReferenceLayer, device: torch.device) -> ReferenceLayer:
+        return replace(layer, hidden=layer.hidden.to(device))
+
+    ReferenceLayer.to = to
     return work
 
 
@@ -146,7 +168,18 @@ FIRST_ENGINE_RANK = 2
 ENGINE_PLANTS = {plant.__name__: plant for plant in (omitted, retyped)}
 PLANTS: dict[str, Callable[[TracedTrainer, Work], Work]] = {
     plant.__name__: plant
-    for plant in (skipped, swapped, unreceived, read, wide, fewer, reordered, left)
+    for plant in (
+        skipped,
+        swapped,
+        unreceived,
+        read,
+        widened,
+        awaited,
+        wide,
+        fewer,
+        reordered,
+        left,
+    )
 }
 """The faults of trainer ranks; a rehearsal with another name is sound."""
 

@@ -30,17 +30,20 @@ GLM = GLM_45_AIR | {"num_hidden_layers": 8}
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.slow(60)
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [*EXAMPLES, "one_node-offload"])
 def test_an_example_has_no_problem_and_the_planned_memory(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    name, _, offload = name.partition("-")
     model = write_shape(tmp_path, EXAMPLES[name])
-    words = [str(ROOT / "examples" / f"{name}.toml"), f"model.path={model}", "--microbatches=2"]
-    assert cli.main(["rehearse", *words, "--json"]) == 0
+    words = [str(ROOT / "examples" / f"{name}.toml"), f"model.path={model}"]
+    if offload:
+        words += ["parallel.distributed_optimizer=true", "optimizer.offload=true"]
+    assert cli.main(["rehearse", *words, "--microbatches=2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["problems"] == []
     assert len(found["stages"]) == load_config(Path(words[0]), []).parallel.pipeline
-    cfg = load_config(Path(words[0]), words[1:2])
+    cfg = load_config(Path(words[0]), words[1:])
     is_sent = cfg.weights.method == "reshard"
     assert bool(found["engine_ranks"]) == is_sent
     for stage in found["stages"]:
@@ -76,7 +79,8 @@ def test_layers_of_two_kinds_need_the_planned_memory_with_transformer_engine(
         'fusions = ["swiglu", "gradient_accumulation", "moe_permute"]\n'
     )
     sizes = ["train.microbatch_tokens=8192", "generator.context_tokens=8192"]
-    words = [str(tmp_path / "run.toml"), *sizes, *(f"parallel.{key}" for key in layout)]
+    sizes += ["train.router_replay=true", *(f"parallel.{key}" for key in layout)]
+    words = [str(tmp_path / "run.toml"), *sizes]
     assert cli.main(["rehearse", *words, "--microbatches=2", "--gpu=b200-180g", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["problems"] == []

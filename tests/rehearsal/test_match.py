@@ -11,8 +11,8 @@ def trace(rank: int, *events: Event) -> Trace:
     groups = {name: ranks for name, ranks in GROUPS.items() if rank in ranks}
     return Trace(
         rank=rank, name=f"rank {rank}", groups=groups, events=list(events),
-        stacks=[(f"a.py:{rank} f",)], reads=[], peak_bytes=0, peaks={}, peak_parts={}, flops=0,
-        kernels={}, microbatches=1, parameters=0, seconds=0.0,
+        stacks=[(f"a.py:{rank} f",)], reads=[], peak_bytes=0, peaks={}, peak_parts={}, host_bytes=0,
+        copied_bytes={}, flops=0, kernels={}, microbatches=1, parameters=0, seconds=0.0,
     )  # fmt: skip
 
 

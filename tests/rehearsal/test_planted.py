@@ -1,23 +1,14 @@
 """Faults planted in the product's own trainer are found, each with where it is."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
-from megatron_rl.rehearsal.rehearse import Options, Rehearsal, conclude, write_request
+from megatron_rl.rehearsal.rehearse import Options, Rehearsal
+from tests.rehearsal.cases import OPTIONS, TINY_STEP, config_of, rehearse_cases
 from tests.rehearsal.shapes import QWEN25_15B, TINY, TINY_GPT_OSS, write_shape
 
-ROOT = Path(__file__).resolve().parents[2]
-OPTIONS = Options(choice="all", microbatches=3, mean_tokens=24)
-TINY_STEP = ("train.microbatch_tokens=64", "generator.context_tokens=64", "model.dtype=bfloat16",
-             "sampling.max_new_tokens=32",
-             "train.prompts_per_batch=8")  # fmt: skip
 LAYOUTS = {
     "data": ("parallel.data=2",),
     "pipeline": ("parallel.pipeline=2", "parallel.tensor=2", "parallel.sequence=true"),
@@ -32,15 +23,9 @@ LAYOUTS = {
 }
 ENGINES = ("generator.replicas=3", "expert.weights.bucket_bytes=16384")
 LAYOUTS["lanes"] = (*LAYOUTS["pipeline"], *ENGINES, "generator.tensor_parallel=2")
-LAYOUTS["reference"] = (
-    *LAYOUTS["data"],
-    "algorithm.reference.policy=start",
-    "algorithm.kl.placement=loss",
-)
 LAYOUTS["lane"] = (*LAYOUTS["data"], *ENGINES)
 CASES = {
-    "sound-lanes": "lanes", "sound-reference": "reference", "sound-data": "data",
-    "sound-pipeline": "pipeline",
+    "sound-lanes": "lanes", "sound-data": "data", "sound-pipeline": "pipeline",
     "sound-context": "context", "sound-interleaved": "interleaved", "sound-sinks": "sinks",
     "skipped": "data", "swapped": "pipeline", "unreceived": "pipeline", "read": "data",
     "fewer": "data", "omitted": "lane", "retyped": "lane", "reordered": "lane", "left": "lane",
@@ -57,30 +42,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rehearsal]:
     sinks = write_shape(tmp_path_factory.mktemp("sinks"), TINY_GPT_OSS)
     for name, layout in CASES.items():
         model = sinks if layout == "sinks" else tiny
-        cases[name] = _config(model, *TINY_STEP, *LAYOUTS[layout]), OPTIONS
+        cases[name] = config_of(model, *TINY_STEP, *LAYOUTS[layout]), OPTIONS
     large = write_shape(tmp_path_factory.mktemp("large"), QWEN25_15B)
-    one = _config(large, "train.microbatch_tokens=4096", "generator.context_tokens=4096",
+    one = config_of(large, "train.microbatch_tokens=4096", "generator.context_tokens=4096",
                   "model.recompute=full")  # fmt: skip
     for name in ("sound-large", "wide"):
         cases[name] = one, Options(microbatches=1)
-    for name, (cfg, options) in cases.items():
-        (folder / name).mkdir()
-        write_request(folder / name, cfg, options)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    subprocess.run(
-        [sys.executable, "-m", "tests.rehearsal.plants", str(folder)],
-        cwd=ROOT, env=environment, check=True, timeout=280,
-    )  # fmt: skip
-    return {name: conclude(folder / name, *case) for name, case in cases.items()}
+    return rehearse_cases(folder, cases)
 
 
-def _config(model: Path, *overrides: str) -> Config:
-    path = model / "run.toml"
-    path.write_text(f'[model]\npath = "{model}"\n')
-    return load_config(path, list(overrides))
-
-
-SOUND = ["data", "pipeline", "context", "interleaved", "sinks", "lanes", "reference", "large"]
+SOUND = ["data", "pipeline", "context", "interleaved", "sinks", "lanes", "large"]
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -176,17 +147,3 @@ def test_a_rank_that_waits_in_a_lane_that_the_others_have_left(
                               "HOST_MEMORY [0,1], and rank 0 in all_reduce of 4 bytes of "
                               "float32 of WEIGHT_SYNC_LANE [0..4]")  # fmt: skip
     assert "group.py" in problem and " connect_group" in problem
-
-
-def test_a_reference_costs_a_forward_pass_and_the_memory_of_its_logprobs(
-    found: dict[str, Rehearsal],
-) -> None:
-    plain, compared = (found[f"sound-{name}"].stages[0].trace for name in ("data", "reference"))
-    # Multiplied with each of 3 x 64 tokens: 4 layers, and 256 rows of the output layer.
-    layer = (4 + 2 * 2) * 16 * 64 + 64 * 64 + 3 * 160 * 64
-    forward = 3 * 64 * 2 * (4 * layer + 256 * 64)
-    assert compared.flops - plain.flops == pytest.approx(forward, rel=0.03)
-    # Sequences of 24, 24 and 16 tokens, an eighth of which are prompts. The reference's weights are
-    # in host memory, and trade places with the policy's.
-    completions = 3 * (21 + 21 + 14)
-    assert 4 * completions <= compared.peak_bytes - plain.peak_bytes <= 8 * completions

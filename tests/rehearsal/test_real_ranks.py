@@ -77,7 +77,7 @@ def real_trainer(cfg: Config, request: Request) -> Iterator[tuple[Trainer, Any]]
     policy = Policy(backend, shape, chunks, cfg.parallel, cfg)
     trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 100, train=cfg.train)
     work = Work(request.microbatches, request.tokens, request.sequence_tokens)
-    yield trainer, share_of(work, cfg)
+    yield trainer, share_of(work, cfg, shape)
     backend.shutdown()
 
 
@@ -112,7 +112,10 @@ def asdict_of(event: Any) -> dict[str, Any]:
     [
         (TINY, ("parallel.tensor=2", "parallel.sequence=true")),
         (TINY, ("parallel.pipeline=2",)),
-        (TINY_GPT_OSS, ("parallel.tensor=2", "parallel.sequence=true")),
+        (
+            TINY_GPT_OSS,
+            ("parallel.tensor=2", "parallel.sequence=true", "train.router_replay=true"),
+        ),
     ],
     ids=["tensor", "pipeline", "gpt-oss"],
 )

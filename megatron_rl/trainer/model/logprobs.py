@@ -87,8 +87,9 @@ class ReferenceLayer:
     weight: Tensor  # [padded vocabulary / ranks, hidden], this rank's rows
 
     def to(self, device: torch.device) -> Self:
-        """The same on another device."""
-        return replace(self, hidden=self.hidden.to(device), weight=self.weight.to(device))
+        """The same on another device; the host waits for no copy from pinned memory."""
+        hidden, weight = (t.to(device, non_blocking=True) for t in (self.hidden, self.weight))
+        return replace(self, hidden=hidden, weight=weight)
 
     def logits(self, span: slice, ids: int, memory: Tensor) -> Tensor:
         """[rows of the span, ids] for this rank's first ids, written to `memory`."""

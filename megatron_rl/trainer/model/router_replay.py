@@ -6,7 +6,7 @@ choices the trainer still computes the experts' probabilities itself: gradients 
 Source: arXiv 2510.11370. Megatron's own replay (transformer/moe/router_replay.py) does the work.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -38,33 +38,41 @@ class _Choices:
 
     def to(self, device: torch.device) -> Tensor:
         """[positions, topk] int64 experts; where none is recorded, any that differ."""
-        wide = self._narrow.to(device, torch.int64)
+        # Widened on the device: the host would wait for a copy that changes the dtype.
+        wide = self._narrow.to(device, non_blocking=True).to(torch.int64)
         anywhere = torch.arange(wide.shape[1], device=device)
         return torch.where(wide == UNKNOWN, anywhere, wide)
 
 
 @contextmanager
 def replayed(
-    chunk: torch.nn.Module, choices: Tensor | None, *, topk: int, share: Share
+    chunk: torch.nn.Module,
+    choices: Tensor | None,
+    *,
+    topk: int,
+    share: Share,
+    pin: Callable[[Tensor], Tensor],
 ) -> Iterator[None]:
     """The chunk's routers take `choices` within the block, and when it is recomputed afterwards.
 
-    choices: [positions, layers x topk] of any integers and on any device, UNKNOWN where none is
+    choices: [positions, layers x topk] of any integers in host memory, UNKNOWN where none is
     recorded; None: the routers choose. share: this rank's part of the positions under sequence
-    parallelism. The choices are on the model's device only during this forward pass, in their own
-    dtype; only those of the running layer become int64.
+    parallelism. pin: `Backend.pin`. The choices of the chunk's layers are on the model's device
+    only during this forward pass, in their own dtype; only those of the running layer become int64.
     """
-    if choices is None:
+    routers = routers_of(chunk)
+    if choices is None or not routers:
         yield
         return
     own = share.of(len(choices))
-    kept = choices[own.start : own.stop].unflatten(1, (-1, topk))
+    by_layer = choices[own.start : own.stop].unflatten(1, (-1, topk)).transpose(0, 1)
+    kept = pin(by_layer[[layer for layer, _ in routers]].contiguous())
     here = kept.to(next(chunk.parameters()).device, non_blocking=True)
-    routers = routers_of(chunk)
-    for layer, replay in routers:
-        # For the recomputation of this microbatch, which may follow many others.
-        replay.set_target_indices(_Choices(kept[:, layer]))
-        replay.target_topk_idx = _Choices(here[:, layer])
+    for place, (_, replay) in enumerate(routers):
+        if torch.is_grad_enabled():
+            # For the recomputation of this microbatch, which may follow many others.
+            replay.set_target_indices(_Choices(kept[place]))
+        replay.target_topk_idx = _Choices(here[place])
         replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     try:
         yield

@@ -100,7 +100,7 @@ def record_perturb_replay(cfg: Config) -> dict[str, bool]:
         choices = torch.cat([replay.get_recorded_indices() for _, replay in routers], dim=1)
         for _, replay in routers:
             replay.clear_router_replay_action()
-        with replayed(chunk, choices, topk=TOPK, share=Share()):
+        with replayed(chunk, choices, topk=TOPK, share=Share(), pin=policy.backend.pin):
             again = chunk(*inputs, packed_seq_params=packed([TOKENS])).detach()
         weights = [p for name, p in chunk.named_parameters() if "router" in name]
         with torch.no_grad():
@@ -109,7 +109,7 @@ def record_perturb_replay(cfg: Config) -> dict[str, bool]:
         for _, replay in routers:
             replay.clear_router_replay_action()
         chunk(*inputs, packed_seq_params=packed([TOKENS]))
-        with replayed(chunk, choices, topk=TOPK, share=Share()):
+        with replayed(chunk, choices, topk=TOPK, share=Share(), pin=policy.backend.pin):
             output = chunk(*inputs, packed_seq_params=packed([TOKENS]))
         chunk.zero_grad_buffer()
         output.square().mean().backward()
@@ -245,7 +245,8 @@ def test_what_megatron_keeps_of_a_microbatch_stays_narrow(monkeypatch: pytest.Mo
 
     forward = []
     for choices, count in zip(batches, counts, strict=True):
-        with replayed(chunk, choices.to(torch.int16), topk=TOPK, share=Share()):
+        narrow = choices.to(torch.int16)
+        with replayed(chunk, narrow, topk=TOPK, share=Share(), pin=lambda tensor: tensor):
             forward.append([experts(layer, count) for layer in range(LAYERS)])
         assert all(replay.target_topk_idx is None for replay in chunk.replays)
     kept = [entry for replay in chunk.replays for entry in replay.replay_backward_list]
