@@ -72,6 +72,11 @@ def check_weights(folder: Path, key: str, shape: ModelShape | None = None) -> No
 def check_model(config: Config) -> None:
     """The trainer knows the architecture, and the parallel sizes divide the model."""
     shape = read_shape(config.model.path)
+    if (rotated := shape.rotary_dim or shape.head_dim) % 2:
+        raise InputError(
+            f"model.path = {config.model.path}: rotary positions turn pairs of a head's "
+            f"dimensions, and {rotated} is odd (head_dim, or hidden_size / num_attention_heads)"
+        )
     check_parallel(shape, config.parallel)
     check_weights(config.model.path, "model.path", shape)
     ranks, normed = config.generator.tensor_parallel, shape.jointly_normed

@@ -234,14 +234,9 @@ def _shape(given: dict[str, Any], folder: Path) -> ModelShape:
         stretches_full_layers=family.stretches_full_layers,
         **mixture_fields(values, family.experts, folder),
     )
-    if family.is_latent:
-        return replace(shape, **latent_fields(values, shape.rope_scaling, folder))
-    if (rotated := shape.rotary_dim or shape.head_dim) % 2:
-        raise InputError(
-            f"{folder / 'config.json'}: rotary positions turn pairs of a head's dimensions, and "
-            f"{rotated} is odd (head_dim, or hidden_size / num_attention_heads)"
-        )
-    return shape
+    if not family.is_latent:
+        return shape
+    return replace(shape, **latent_fields(values, shape.rope_scaling, folder))
 
 
 def _switch(values: dict[str, Any], key: str, otherwise: bool) -> bool:

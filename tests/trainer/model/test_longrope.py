@@ -18,6 +18,7 @@ from megatron_rl.weights.layout.shape import read_shape, shape_of
 from tests.tiny_models import GLM4_MOE, write_model
 from tests.trainer.model.test_build import assert_logits_equal
 from tests.trainer.model.test_families import PIPELINE, SEQUENCE, SIZES, TENSOR, YARN
+from tests.weights.made_up import write_zeros
 
 LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
@@ -88,6 +89,7 @@ def test_an_export_in_both_spellings_keeps_the_rotated_part(tmp_path: Path) -> N
 
 def test_sequences_beyond_the_original_positions_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    write_zeros(tmp_path)
     config = Config(model=ModelConfig(path=tmp_path))
 
     def check(tokens: int) -> None:
