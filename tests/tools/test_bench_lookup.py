@@ -1,18 +1,19 @@
 """The workload `lookup` of the end-to-end benchmark: both sides hold the same conversations."""
 
 import json
+import pkgutil
 import random
 from pathlib import Path
 
 import pytest
 from jinja2 import Environment
 
-from examples.agents.lookup import prompts
+from examples.agents.lookup import REPLY_TOKENS, find, prompts
 from megatron_rl.config.files import load_config
 from megatron_rl.data.tiny_model import make_folder
 from tools.bench.children import CACHE, TRL_PINS, ChildFailed, fingerprint
 from tools.bench.end_to_end import LOOKUP, checked_turns, make_lookup
-from tools.bench.end_to_end_peer import LOOKUP_CHAT, Table, check_turns
+from tools.bench.end_to_end_peer import LOOKUP_CHAT, LOOKUP_TOOL, Table, check_turns
 from tools.bench.loops import StepMark, marks_from_metrics, marks_from_peer, turns_per_rollout
 from tools.bench.variants import peer_job, run_peer, write_peer_prompts
 
@@ -38,8 +39,7 @@ def test_trls_job_has_the_sizes_of_the_example(tmp_path: Path) -> None:
     job = peer_job(config, Path("p"), threads=1, run_dir=tmp_path)
     grpo = job["grpo"]
     assert (job["task"], job["rollouts"], grpo["learning_rate"]) == ("lookup", 64, 4e-4)
-    # 3 tokens a reply, as examples/agents/lookup.py asks for; 24 in a conversation.
-    assert grpo["generation_kwargs"] == {"max_new_tokens": 3}
+    assert grpo["generation_kwargs"] == {"max_new_tokens": REPLY_TOKENS}
     assert (grpo["max_completion_length"], grpo["max_tool_calling_iterations"]) == (24, 1)
 
 
@@ -70,7 +70,8 @@ def test_trls_template_adds_to_a_conversation_what_ours_adds() -> None:
 
 
 def test_trls_environment_is_the_examples_tool_and_starts_anew() -> None:
-    table = Table()
+    assert pkgutil.resolve_name(LOOKUP_TOOL) is find
+    table = Table(find)
     table.reset(entry='{"a": "3", "b": "5"}', answer="3", prompt=[])
     assert (table.find("a"), table.find("x")) == ("3", "none")
     assert table.calls == [("a", "3"), ("x", "none")]

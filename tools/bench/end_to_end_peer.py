@@ -3,20 +3,21 @@
 tools.bench.end_to_end runs it in TRL's environment: `python -m tools.bench.end_to_end_peer
 JOB.json`. It reads the job and its prompts, and appends {"step", "seconds", "rollouts", "accuracy",
 "lengths", "turns"} rows to the job's `rows` file; `seconds` is wall clock since training began.
-Both sides share the format check, the tool of the task lookup, and the reward of the workload
-`real`, which our verifiers import from here (`reward.extra`). So the top imports only the standard
-library and modules that need no more.
+Both sides share the format check and the reward of the workload `real`, which our verifiers import
+from here (`reward.extra`). So the top imports only the standard library and the format check.
 """
 
 import dataclasses
 import json
+import pkgutil
 import re
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from examples.agents.lookup import find
 from verification.format import think_box
 
 TEMPLATES = (
@@ -34,6 +35,7 @@ SUBJECTS = (
     "violins", "winter", "maps", "a small village", "clouds", "bicycles", "the sea", "gardens",
 )  # fmt: skip
 VOWELS = frozenset("aeiou")
+LOOKUP_TOOL = "examples.agents.lookup:find"
 # TRL appends token ids to a conversation, so it renders a prompt, and a tool's result behind a
 # made-up call. It refuses a template that leaves calls out.
 LOOKUP_CHAT = (
@@ -147,6 +149,10 @@ class Grader:
 class Table:
     """TRL's environment of the task lookup. Each public method but `reset` is a tool."""
 
+    def __init__(self, tool: Callable[[dict[str, str], str], str]) -> None:
+        """tool: the example's."""
+        self._tool = tool
+
     def reset(self, entry: str, answer: str, **_: object) -> None:
         """Start a conversation."""
         self._entry, self.answer = json.loads(entry), answer
@@ -158,7 +164,7 @@ class Table:
         Args:
             key: A letter.
         """
-        self.calls.append((key, find(self._entry, key)))
+        self.calls.append((key, self._tool(self._entry, key)))
         return self.calls[-1][1]
 
 
@@ -267,6 +273,7 @@ def main() -> None:
         job.model, dtype=torch.float32, local_files_only=True
     )
     is_lookup = job.task == "lookup"
+    tool = pkgutil.resolve_name(LOOKUP_TOOL)
     if is_lookup:
         tokenizer.chat_template, tokenizer.response_template = LOOKUP_CHAT, LOOKUP_RESPONSE
     grader = (LookupGrader if is_lookup else Grader)(tokenizer, job)
@@ -278,7 +285,7 @@ def main() -> None:
             train_dataset=load_prompts(job, tokenizer),
             processing_class=tokenizer,
             callbacks=[Callback(grader, job, file)],
-            environment_factory=Table if is_lookup else None,
+            environment_factory=partial(Table, tool) if is_lookup else None,
         )
         trainer.train()
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from examples.agents.lookup import REPLY_TOKENS
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptStream, prompts_of_run
@@ -39,7 +38,7 @@ TRL = {
 """TRL's settings for our algorithm: one optimizer step per generation, no reference model. Options
 that would only slow TRL are off."""
 OF_LOOKUP = {
-    "generation_kwargs": {"max_new_tokens": REPLY_TOKENS},
+    "generation_kwargs": {"max_new_tokens": 3},
     "max_tool_calling_iterations": 1,
 }
 """More of TRL's settings for the task lookup: the limits that examples/agents/lookup.py sets."""
