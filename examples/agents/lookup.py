@@ -15,6 +15,7 @@ from collections.abc import Callable
 from verification.environments import EpisodeInput, Outcome, Policy
 
 KEYS, VALUES = "abc", "12345"
+REPLY_TOKENS = 3
 
 
 def find(table: dict[str, str], key: str) -> str:
@@ -27,11 +28,11 @@ async def lookup(
 ) -> Outcome:
     """Reward 1 for the value of the key; one call is allowed."""
     chat = policy.chat(prompt.messages)
-    reply = await chat.say(max_tokens=3)
+    reply = await chat.say(max_tokens=REPLY_TOKENS)
     has_called = reply.content.startswith("=")
     if has_called:
         chat.add("tool", tool(prompt.entry, reply.content[1:]))
-        reply = await chat.say(max_tokens=3)
+        reply = await chat.say(max_tokens=REPLY_TOKENS)
     is_right = reply.content == prompt.answer
     how = "wrong_answer" if has_called else "no_call"
     return Outcome(float(is_right), "correct" if is_right else how)

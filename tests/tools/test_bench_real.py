@@ -91,7 +91,7 @@ def test_the_peers_job_has_its_settings_and_our_sizes(tmp_path: Path) -> None:
         # 8 groups of 8 in microbatches of 16.
         assert grpo["per_device_train_batch_size"] == 16
         assert grpo["gradient_accumulation_steps"] == 4
-        assert (grpo["max_completion_length"], job["is_open_task"]) == (192, True)
+        assert (grpo["max_completion_length"], job["task"]) == (192, "open")
         assert grpo.get("use_transformers_continuous_batching", False) == ("paged" in name)
         assert not grpo["shuffle_dataset"] and grpo["bf16"] == (name == "bfloat16")
 

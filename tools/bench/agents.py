@@ -16,6 +16,8 @@ conversations, so the time in which fewer are open than may be does not count. U
 or weight sync runs meanwhile; the model is small, so that processes weigh more than with larger
 ones.
 
+Training with conversations, compared with TRL: `tools.bench.end_to_end --workload lookup`.
+
 Progress goes to stderr; the last line on stdout is one JSON object.
 """
 

@@ -1,7 +1,7 @@
 """End-to-end training, compared with our synchronous mode and with TRL:
 `python -m tools.bench.end_to_end [--quick]`.
 
-Runs on two cores, one variant after another in a rotating order. Two workloads:
+Runs on two cores, one variant after another in a rotating order. Three workloads:
 
 | workload | variant | what |
 |---|---|---|
@@ -9,6 +9,7 @@ Runs on two cores, one variant after another in a rotating order. Two workloads:
 | | ours_sync | the same with queue.max_staleness=0 |
 | | trl_1thread | GRPOTrainer of TRL (requirements-trl.txt), in one process, one thread |
 | | trl_2threads | the same, two threads |
+| lookup | as tiny | examples/agents/lookup.py, beside TRL's `environment_factory` |
 | real | ours | asynchronous, with the settings of tools/bench/real.toml |
 | | ours_sync | the same with queue.max_staleness=0 |
 | | trl | GRPOTrainer, two threads, microbatches of 16, in the quickest of its settings |
@@ -17,6 +18,17 @@ tiny: the sorting task of the quickstart. All variants start from the same weigh
 many optimizer steps of 16 prompts x 16 rollouts. Prompts (as token ids), rewards, sampling (at most
 12 new tokens, T=1), AdamW, clip-higher and float32 are the same. One difference: TRL trains on
 zero-variance groups, which give no gradient; ours drops them and generates others.
+
+lookup: a tool in two turns, with the model, cold start and sizes of examples/agents/lookup.toml (30
+steps of 8 prompts x 8 conversations, at most 3 new tokens a turn), and the other settings of tiny.
+Prompts (as token ids), the tool and the rewards are the same. The benchmark fails if a completion
+of TRL lacks what its environment told, or if a side has fewer than 1.8 turns per rollout. Unfair:
+
+- TRL's environment is an object in the trainer's process. Ours has processes of its own, which take
+  half of the processor time when a conversation has 7 tokens.
+- TRL is one process, ours are many: other programs on the machine slow ours more.
+- TRL generates a step's rollouts from one policy, ours from versions up to max_staleness older.
+- ours_sync and trl_2threads run once.
 
 real: SmolLM2-135M-Instruct, open prompts with answers of different lengths (`completion_tokens`), 8
 groups of 8 rollouts a step, at most 192 new tokens, a smooth reward. --quick halves groups and
@@ -32,6 +44,7 @@ from versions up to max_staleness older; TRL and ours_sync run once.
 | rollouts_per_s | generated, dropped zero-variance groups included, after step 3 |
 | rollouts_trained_per_s | without the dropped groups |
 | over_sync, over_trl | ours over ours_sync, and over the faster TRL |
+| turns_per_rollout | replies of the policy in a conversation of lookup |
 | over_sync_bound | over_sync if a synchronous run's waiting and work overlapped perfectly |
 | seconds_to_accuracy_0.7 | until 70 % of the rollouts of 3 steps are right; null: never |
 | peak_memory_bytes | PSS of all processes of a variant, sampled every 2 s, start-up included |
@@ -55,27 +68,32 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.protocol.metrics import read_jsonl
-from tools.bench.children import CACHE, ROOT, TRL_PINS, ChildFailed, make_venv, run_tool, smollm2
+from tools.bench.children import (
+    CACHE,
+    MODEL_TIMEOUT_S,
+    ROOT,
+    TRL_PINS,
+    ChildFailed,
+    environment,
+    make_venv,
+    run_child,
+    run_tool,
+    smollm2,
+)
 from tools.bench.end_to_end_peer import lines
 from tools.bench.loops import (
     GROUP_SIZE,
     WARMUP_STEPS,
+    Loops,
     Scale,
     StepMark,
     compare_real,
     compare_tiny,
     learning,
     spread,
+    turns_per_rollout,
 )
-from tools.bench.measuring import (
-    CORES,
-    PeakMemory,
-    busy_share,
-    parser,
-    rotations,
-    run,
-    say,
-)
+from tools.bench.measuring import CORES, PeakMemory, busy_share, parser, rotations, run, say
 from tools.bench.variants import (
     Workload,
     run_cli,
@@ -86,9 +104,11 @@ from tools.bench.variants import (
 )
 
 TINY = (ROOT / "examples" / "tiny.toml", ROOT / "tools" / "bench" / "tiny.toml")
+LOOKUP = (TINY[1], ROOT / "examples" / "agents" / "lookup.toml")
+"""The example's sizes precede those of tiny."""
 REAL = (ROOT / "tools" / "bench" / "real.toml",)
 QUIET_SHARE = 0.1
-STEPS, QUICK_STEPS = 60, 12
+STEPS, LOOKUP_STEPS, QUICK_STEPS = 60, 30, 12
 REPEATS, QUICK_REPEATS = 3, 1
 FULL = Scale(groups=8, max_new_tokens=192, steps=6, skip=2, peer_steps=3, peer_skip=1, repeats=3)
 QUICK = Scale(groups=4, max_new_tokens=96, steps=4, skip=2, peer_steps=2, peer_skip=1, repeats=1)
@@ -102,6 +122,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Settings of TRL for real; the benchmark measures the fastest one of a probe."""
 PROBE_STEPS, PROBE_TOKENS = 2, 16
+LEAST_TURNS = 1.8
+"""Of a rollout of lookup: the teacher always calls the tool, so nearly all have two."""
 
 Variant = Callable[[Path], list[StepMark]]
 
@@ -118,11 +140,14 @@ def measure(options: argparse.Namespace, work_dir: Path, cores: list[int]) -> di
     bench = Bench(work_dir, options.quick, lambda: shares.append(busy_share(cores)))
     peer = make_venv(options.peer_venv, TRL_PINS)
     found: dict[str, Any] = {}
-    if options.workload != "real":
+    repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
+    if options.workload in ("tiny", "all"):
         steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
-        repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
-        found["tiny"] = run_tiny(bench, peer, steps, repeats)
-    if options.workload != "tiny":
+        found["tiny"] = run_small(bench, peer, "tiny", steps=steps, repeats=repeats)
+    if options.workload in ("lookup", "all"):
+        steps = options.steps or LOOKUP_STEPS
+        found["lookup"] = run_small(bench, peer, "lookup", steps=steps, repeats=repeats)
+    if options.workload in ("real", "all"):
         found["real"] = run_real(bench, peer)
     if max(shares) > QUIET_SHARE:
         say(
@@ -151,19 +176,34 @@ class Runs:
     """Peak memory in bytes, the maximum of the repeats."""
 
 
-def run_tiny(bench: Bench, peer: Path, steps: int, repeats: int) -> dict[str, Any]:
-    """Figures of the workload tiny. Raises ChildFailed."""
-    work_dir = bench.work_dir / "tiny"
+def run_small(bench: Bench, peer: Path, name: str, *, steps: int, repeats: int) -> dict[str, Any]:
+    """Figures of the workload tiny or lookup. Raises ChildFailed, also if turns are missing."""
+    work_dir = bench.work_dir / name
     work_dir.mkdir()
-    workload, runs = make_tiny(work_dir, steps), Runs()
+    make, runs = make_lookup if name == "lookup" else make_tiny, Runs()
+    workload = make(work_dir, steps)
     by_name = ours(workload) | {
         "trl_1thread": lambda run_dir: run_peer(workload, peer, threads=1, run_dir=run_dir),
         "trl_2threads": lambda run_dir: run_peer(workload, peer, threads=2, run_dir=run_dir),
     }
-    run_all(by_name, runs, repeats=repeats, work_dir=work_dir, before_each=bench.before_each)
+    once = {"ours_sync": 1, "trl_2threads": 1} if name == "lookup" else {}
+    run_all(
+        by_name, runs, repeats=repeats, work_dir=work_dir, before_each=bench.before_each,
+        at_most=once,
+    )  # fmt: skip
     conditions = {"steps": steps, "repeats": repeats, "peak_memory_bytes": runs.peaks}
-    learned = {} if bench.is_quick else learning(runs.loops)
-    return conditions | compare_tiny(runs.loops) | learned
+    found = conditions | compare_tiny(runs.loops)
+    if name == "lookup":
+        found["turns_per_rollout"] = checked_turns(runs.loops)
+    return found | ({} if bench.is_quick and name == "tiny" else learning(runs.loops))
+
+
+def checked_turns(loops: Loops) -> dict[str, float]:
+    """Turns per rollout of each variant of lookup. Raises ChildFailed below LEAST_TURNS."""
+    turns = turns_per_rollout(loops)
+    if min(turns.values()) < LEAST_TURNS:
+        raise ChildFailed(f"a rollout has fewer than {LEAST_TURNS} turns on average: {turns}")
+    return turns
 
 
 def run_real(bench: Bench, peer: Path) -> dict[str, Any]:
@@ -243,21 +283,38 @@ def make_tiny(work_dir: Path, steps: int) -> Workload:
     model, tasks = work_dir / "model", work_dir / "tasks"
     run_tool("make_tiny_model", model, log=work_dir / "make_tiny_model.log")
     run_tool("make_tasks", "sort", tasks, log=work_dir / "make_tasks.log")
-    data = [
+    data = cold_started(TINY[0], tasks, model, work_dir)
+    workload = with_steps(Workload(TINY, data, work_dir / "peer_prompts.jsonl"), steps)
+    write_peer_prompts(workload.config, workload.peer_prompts)
+    return workload
+
+
+def make_lookup(work_dir: Path, steps: int) -> Workload:
+    """As make_tiny, of examples/agents/lookup.py. Raises ChildFailed."""
+    tasks, script = work_dir / "tasks", ROOT / "examples" / "agents" / "make_inputs.py"
+    command = [sys.executable, script, "lookup", tasks, 0]
+    log = work_dir / "make_inputs.log"
+    run_child(command, log=log, timeout_s=MODEL_TIMEOUT_S, environment=environment())
+    module = "reward.tasks.lookup.environment=examples.agents.lookup:lookup"
+    data = cold_started(LOOKUP[1], tasks, tasks / "model", work_dir, module)
+    overrides = (*data, "sft.steps=0", "eval.prompts=0")
+    workload = with_steps(Workload(LOOKUP, overrides, work_dir / "peer_prompts.jsonl"), steps)
+    write_peer_prompts(workload.config, workload.peer_prompts, task="lookup")
+    return workload
+
+
+def cold_started(
+    config: Path, tasks: Path, model: Path, work_dir: Path, *overrides: str
+) -> tuple[str, ...]:
+    """Train a model on an example's SFT; returns the overrides of runs that start from it."""
+    data = (
         _path_override("prompts.0.path", tasks / "prompts.jsonl"),
         _path_override("sft.dataset", tasks / "sft.jsonl"),
-    ]
-    cold_start = work_dir / "cold_start"
-    run_cli(
-        TINY[:1],
-        [*data, _path_override("model.path", model), "train.steps=0", "eval.prompts=0"],
-        run_dir=cold_start,
+        *overrides,
     )
-    start = _path_override("model.path", cold_start / "hf" / "cold_start")
-    peer_prompts = work_dir / "peer_prompts.jsonl"
-    workload = with_steps(Workload(TINY, (*data, start), peer_prompts), steps)
-    write_peer_prompts(workload.config, peer_prompts)
-    return workload
+    only_sft = [_path_override("model.path", model), "train.steps=0", "eval.prompts=0"]
+    run_cli((config,), [*data, *only_sft], run_dir=work_dir / "cold_start")
+    return (*data, _path_override("model.path", work_dir / "cold_start" / "hf" / "cold_start"))
 
 
 def make_real(work_dir: Path, scale: Scale) -> Workload:
@@ -323,10 +380,10 @@ def _lengths(work_dir: Path, repeats: int) -> list[int]:
 
 def _parse() -> argparse.Namespace:
     made = parser(
-        __doc__, quick="few steps, once, throughput only", repeats="runs of each variant of tiny"
+        __doc__, quick="few steps, once", repeats="runs of each variant of tiny and lookup"
     )
-    made.add_argument("--workload", choices=["tiny", "real", "all"], default="all")
-    made.add_argument("--steps", type=int, help="optimizer steps of each run of tiny")
+    made.add_argument("--workload", choices=["tiny", "lookup", "real", "all"], default="all")
+    made.add_argument("--steps", type=int, help="optimizer steps of each run of tiny and lookup")
     made.add_argument("--peer-venv", type=Path, default=CACHE / "bench-trl-venv")
     options = made.parse_args()
     if options.steps is not None and options.steps <= WARMUP_STEPS:

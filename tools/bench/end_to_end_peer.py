@@ -2,15 +2,19 @@
 
 tools.bench.end_to_end runs it in TRL's environment: `python -m tools.bench.end_to_end_peer
 JOB.json`. It reads the job and its prompts, and appends {"step", "seconds", "rollouts", "accuracy",
-"lengths"} rows to the job's `rows` file; `seconds` is wall clock since training began. Both sides
-share the format check and the reward of the workload `real`, which our verifiers import from here
-(`reward.extra`). So the top imports only the standard library and the format check.
+"lengths", "turns"} rows to the job's `rows` file; `seconds` is wall clock since training began.
+Both sides share the format check and the reward of the workload `real`, which our verifiers import
+from here (`reward.extra`). So the top imports only the standard library and the format check.
 """
 
 import dataclasses
 import json
+import pkgutil
+import re
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,6 +35,26 @@ SUBJECTS = (
     "violins", "winter", "maps", "a small village", "clouds", "bicycles", "the sea", "gardens",
 )  # fmt: skip
 VOWELS = frozenset("aeiou")
+LOOKUP_TOOL = "examples.agents.lookup:find"
+# TRL appends token ids to a conversation, so it renders a prompt, and a tool's result behind a
+# made-up call. It refuses a template that leaves calls out.
+LOOKUP_CHAT = (
+    "<bos>{% for m in messages %}{{ m['content'] }}{{ m.get('tool_calls', '') }}"
+    "{% if m['role'] == 'assistant' %}<eos>{% else %}:{% endif %}{% endfor %}"
+)
+_TEXT = {"close": "<eos>", "content": "text", "content_args": {"strip": False}}
+_CALL = {"name": "find", "arguments": {"key": "{content}"}}
+LOOKUP_RESPONSE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": ":",
+    "fields": {
+        "tool_calls": _TEXT
+        | {"open_pattern": r"\A=", "repeats": True}
+        | {"transform": {"type": "function", "function": _CALL}},
+        "content": _TEXT,
+    },
+}
+"""How transformers reads a reply of the task lookup: "=" and a key is a call of `find`."""
 
 
 def lines() -> list[str]:
@@ -65,7 +89,7 @@ class Job:
     model: str
     """HF folder."""
     prompts: str
-    """JSONL of {"text", "token_ids", "answer"}."""
+    """JSONL of {"text", "token_ids", "messages", "answer", "entry"}."""
     rows: str
     """Output file."""
     threads: int
@@ -73,8 +97,8 @@ class Job:
     """Rollouts per optimizer step."""
     correct_reward: float
     format_reward: float
-    is_open_task: bool
-    """Grade by `vowel_share`, not as our task "exact"."""
+    task: str
+    """"exact" as ours, "open" with `vowel_share` as reward, or "lookup" with a tool."""
     grpo: dict[str, Any]
     """Arguments of GRPOConfig."""
 
@@ -90,6 +114,8 @@ class Grader:
         """Accuracy of the last call."""
         self.lengths: list[int] = []
         """Tokens of the last call's completions."""
+        self.turns = 1.0
+        """Mean replies of the last call's completions."""
 
     def __call__(
         self, completion_ids: list[list[int]], answer: list[str], **_: object
@@ -97,7 +123,7 @@ class Grader:
         """Rewards of the completions."""
         self.lengths = [len(ids) for ids in completion_ids]
         texts = [self._decode(ids) for ids in completion_ids]
-        if self._job.is_open_task:
+        if self._job.task == "open":
             return [vowel_share(text) for text in texts]
         rewards = []
         right = 0
@@ -118,6 +144,72 @@ class Grader:
         return self._tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+
+
+class Table:
+    """TRL's environment of the task lookup. Each public method but `reset` is a tool."""
+
+    def __init__(self, tool: Callable[[dict[str, str], str], str]) -> None:
+        """tool: the example's."""
+        self._tool = tool
+
+    def reset(self, entry: str, answer: str, **_: object) -> None:
+        """Start a conversation."""
+        self._entry, self.answer = json.loads(entry), answer
+        self.calls: list[tuple[str, str]] = []
+
+    def find(self, key: str) -> str:
+        """The value of a key.
+
+        Args:
+            key: A letter.
+        """
+        self.calls.append((key, self._tool(self._entry, key)))
+        return self.calls[-1][1]
+
+
+class LookupGrader(Grader):
+    """TRL's reward function for conversations; the environments hold the answers."""
+
+    def __call__(
+        self,
+        completions: list[list[dict[str, Any]]],
+        completion_ids: list[list[int]],
+        environments: list[Table],
+        answer: list[str],
+        **_: object,
+    ) -> list[float]:
+        """Rewards: 1 if the last reply is its environment's answer.
+
+        Raises AssertionError if a conversation is not what its environment saw.
+        """
+        assert [table.answer for table in environments] == answer
+        self.lengths = [len(ids) for ids in completion_ids]
+        for table, messages, ids in zip(environments, completions, completion_ids, strict=True):
+            check_turns(table.calls, messages, self._decode(ids))
+        replies = sum(one["role"] == "assistant" for messages in completions for one in messages)
+        self.turns = replies / len(completions)
+        rewards = [
+            float(messages[-1]["content"] == table.answer)
+            for messages, table in zip(completions, environments, strict=True)
+        ]
+        self.accuracy = sum(rewards) / len(rewards)
+        return rewards
+
+
+def check_turns(calls: list[tuple[str, str]], messages: list[dict[str, Any]], text: str) -> None:
+    """Assert that the completion holds the call, its result and a second reply; or no call.
+
+    calls: keys and results, as the environment saw them. text: the completion, decoded.
+    """
+    roles = [message["role"] for message in messages]
+    if not calls:
+        assert roles == ["assistant"] and not text.startswith("="), (roles, text)
+        return
+    [(key, result)] = calls
+    assert roles == ["assistant", "tool", "assistant"], (roles, text)
+    assert messages[1]["content"] == result
+    assert re.match(re.escape(f"={key}") + "(<eos>)?" + re.escape(f"{result}:"), text), text
 
 
 class StepRows:
@@ -141,6 +233,7 @@ class StepRows:
             "rollouts": self._rollouts,
             "accuracy": self._grader.accuracy,
             "lengths": self._grader.lengths,
+            "turns": self._grader.turns,
         }
         self._file.write(json.dumps(row) + "\n")
 
@@ -150,14 +243,17 @@ def load_prompts(job: Job, tokenizer: Any) -> Any:
     from datasets import Dataset
 
     lines = [json.loads(line) for line in Path(job.prompts).read_text().split("\n") if line]
-    for line, ids in zip(
-        lines, tokenizer([line["text"] for line in lines])["input_ids"], strict=True
-    ):
+    if job.task == "lookup":
+        prompts = [line["messages"] for line in lines]
+        encoded = tokenizer.apply_chat_template(prompts, add_generation_prompt=True)["input_ids"]
+    else:
+        prompts = [line["text"] for line in lines]
+        encoded = tokenizer(prompts)["input_ids"]
+    for line, ids in zip(lines, encoded, strict=True):
         if ids != line["token_ids"]:
             sys.exit(f"TRL reads {line['text']!r} as {ids}, we as {line['token_ids']}")
-    return Dataset.from_dict(
-        {"prompt": [line["text"] for line in lines], "answer": [line["answer"] for line in lines]}
-    )
+    columns = {name: [line[name] for line in lines] for name in ("answer", "entry")}
+    return Dataset.from_dict({"prompt": prompts} | columns)
 
 
 def main() -> None:
@@ -176,7 +272,11 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(
         job.model, dtype=torch.float32, local_files_only=True
     )
-    grader = Grader(tokenizer, job)
+    is_lookup = job.task == "lookup"
+    tool = pkgutil.resolve_name(LOOKUP_TOOL)
+    if is_lookup:
+        tokenizer.chat_template, tokenizer.response_template = LOOKUP_CHAT, LOOKUP_RESPONSE
+    grader = (LookupGrader if is_lookup else Grader)(tokenizer, job)
     with Path(job.rows).open("w", buffering=1) as file:
         trainer = GRPOTrainer(
             model=model,
@@ -185,6 +285,7 @@ def main() -> None:
             train_dataset=load_prompts(job, tokenizer),
             processing_class=tokenizer,
             callbacks=[Callback(grader, job, file)],
+            environment_factory=partial(Table, tool) if is_lookup else None,
         )
         trainer.train()
 

@@ -50,6 +50,8 @@ class StepMark:
     """Completion tokens in the loss."""
     waited_s: float = 0.0
     """Wait for the batch since the previous step."""
+    turns: float = 1.0
+    """Replies of the policy per generated rollout."""
 
 
 Loops = Mapping[str, Sequence[Sequence[StepMark]]]
@@ -80,6 +82,7 @@ def _mark(row: dict[str, Any], start_s: float, group_size: int) -> StepMark:
         accuracy=row["rollout/correct"],
         tokens=round(trained * row.get("rollout/length_tokens", 0)),
         waited_s=row.get("wait/batch_s", 0.0),
+        turns=row.get("environment/turns", 1.0),
     )
 
 
@@ -92,6 +95,7 @@ def marks_from_peer(rows: Sequence[dict[str, Any]]) -> list[StepMark]:
             row["rollouts"],
             row["accuracy"],
             sum(row.get("lengths", [])),
+            turns=row.get("turns", 1.0),
         )
         for row in rows
     ]
@@ -167,6 +171,15 @@ def compare_tiny(loops: Loops) -> dict[str, Any]:
 def median_bound(runs: Sequence[Sequence[StepMark]], skip: int) -> float:
     """Median of `overlap_bound` over synchronous runs."""
     return statistics.median(overlap_bound(marks, skip) for marks in runs)
+
+
+def turns_per_rollout(loops: Loops) -> dict[str, float]:
+    """By variant: mean replies of the policy per generated rollout, over all steps and repeats."""
+    return {
+        name: sum(mark.turns * mark.generated for marks in runs for mark in marks)
+        / sum(mark.generated for marks in runs for mark in marks)
+        for name, runs in loops.items()
+    }
 
 
 def learning(loops: Loops) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptStream, prompts_of_run
@@ -35,6 +37,11 @@ TRL = {
 }
 """TRL's settings for our algorithm: one optimizer step per generation, no reference model. Options
 that would only slow TRL are off."""
+OF_LOOKUP = {
+    "generation_kwargs": {"max_new_tokens": 3},
+    "max_tool_calling_iterations": 1,
+}
+"""More of TRL's settings for the task lookup: the limits that examples/agents/lookup.py sets."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,7 @@ def peer_job(
     settings: arguments of GRPOConfig that replace those of `config` and TRL.
     """
     rollouts = config.train.prompts_per_batch * config.train.group_size
+    task = "open" if config.reward.extra else next(iter(config.reward.tasks), "exact")
     optimizer, loss = config.optimizer, config.algorithm.policy_loss
     grpo = TRL | {
         "output_dir": str(run_dir.resolve() / "trl"),
@@ -130,6 +138,7 @@ def peer_job(
         "epsilon": loss.eps_low,
         "epsilon_high": loss.eps_high,
         "seed": config.run.seed,
+        **(OF_LOOKUP if task == "lookup" else {}),
         **(settings or {}),
     }
     grpo["gradient_accumulation_steps"] = rollouts // grpo["per_device_train_batch_size"]
@@ -140,13 +149,13 @@ def peer_job(
         "rollouts": rollouts,
         "correct_reward": config.reward.correct,
         "format_reward": config.reward.format,
-        "is_open_task": bool(config.reward.extra),
+        "task": task,
         "grpo": grpo,
     }
 
 
 def write_peer_prompts(config: Config, path: Path, *, task: str = "exact") -> int:
-    """Write the rendered train prompts as text and token ids, in the queue's order; returns their
+    """Write the train prompts with their text and token ids, in the queue's order; returns their
     number.
 
     Raises InputError when the prompts or the tokenizer cannot be read, ValueError for another task.
@@ -164,7 +173,13 @@ def write_peer_prompts(config: Config, path: Path, *, task: str = "exact") -> in
             ids = renderer.render(
                 prompt.messages, limit, task=prompt.task, is_program=prompt.is_program
             )
-            row = {"text": renderer.decode(ids), "token_ids": ids, "answer": prompt.answer}
+            row = {
+                "text": renderer.decode(ids),
+                "token_ids": ids,
+                "messages": msgspec.to_builtins(prompt.messages),
+                "answer": prompt.answer,
+                "entry": prompt.entry,
+            }
             file.write(json.dumps(row) + "\n")
     return len(prompts)
 
