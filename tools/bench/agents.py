@@ -165,7 +165,7 @@ class Bench:
             for given in [[], *glue]:
                 ids += given
                 async for completion in self._engine.generate(
-                    list(ids), Sampling(NEW_TOKENS, 1.0), [index]
+                    list(ids), Sampling(NEW_TOKENS, 1.0, is_turn=True), [index]
                 ):
                     ids += completion.token_ids
 
