@@ -114,7 +114,7 @@ class ConversationTree:
         given: behind the parent's reply. max_tokens: None: as many as there is room for.
         """
         room = self.room_for(parent, given)
-        if room < 1:
+        if room < 1 or max_tokens == 0:
             raise OutOfTokens(f"no room for a reply behind {len(given)} given tokens")
         is_last = max_tokens is None or room <= max_tokens
         turn = Turn(parent, given, room if max_tokens is None else min(room, max_tokens), is_last)
