@@ -156,9 +156,16 @@ class ConversationTree:
 
     def discard(self, turn: Turn) -> None:
         """Forget an open turn, as if it had not been asked for."""
+        if turn not in self.turns:
+            return  # the rollout has ended without it
         self.turns.remove(turn)
         if turn.parent is not None:
             turn.parent.successors -= 1
+
+    def discard_open(self) -> None:
+        """Forget all open turns: an engine may take longer to end them than anybody waits."""
+        for turn in [one for one in self.turns if one.reply is None]:
+            self.discard(turn)
 
     def rows(self) -> Rows:
         """The rollout's rows; call when every turn is closed, and there is one at least."""

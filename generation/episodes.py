@@ -100,8 +100,9 @@ class Episode:
         """One turn of the policy. Raises PolicyLimit, EnvironmentFailed, EngineError."""
         chat = self._chat_of(say)
         parent = chat.exchanges[-1].turn if chat.exchanges else None
+        messages = self.owner.histories.with_ids(say.messages)
         try:
-            place = self.place(parent, self._earlier(chat), say.messages, chat.tools)
+            place = self.place(parent, self._earlier(chat), messages, chat.tools)
             turn = await self.take_turn(place, say.max_tokens)
         except OutOfTokens as error:
             raise PolicyLimit(OUT_OF_TOKENS) from error
@@ -109,7 +110,7 @@ class Episode:
             # The same messages would fail with every engine: the environment is at fault.
             raise EnvironmentFailed(str(error), "exception") from error
         found, reply = self.owner.histories.read(turn, chat.tools), turn.reply
-        chat.exchanges.append(Exchange(say.messages, turn, found))
+        chat.exchanges.append(Exchange(messages, turn, found))
         assert reply is not None
         return Reply(
             self.owner.renderer.decode(reply.token_ids), found.content, found.reasoning,
@@ -188,6 +189,7 @@ class Episode:
 
     def end(self, end: Outcome | ToGrade) -> Rollout:
         """The rollout. Raises EnvironmentFailed if the environment never asked for a reply."""
+        self._tree.discard_open()
         if not self._tree.turns:
             reason = "it returned without a turn of the policy"
             if self._tree.is_cut:

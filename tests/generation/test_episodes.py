@@ -25,6 +25,7 @@ from megatron_rl.protocol.types import (
     VersionSpan,
 )
 from tests.protocol.real_templates import open_model
+from verification.environments import episode
 from verification.environments.host import EnvironmentHost
 from verification.environments.settings import EnvironmentSettings
 
@@ -161,6 +162,41 @@ def test_a_reply_that_nobody_waits_for_leaves_no_trace(tmp_path: Path, renderer:
     assert isinstance(rollout, Rollout) and rollout.score is not None
     assert rows_of(rollout) == engine.seen and len(engine.seen) == 1
     assert rollout.score.reason == "gave_up_"
+
+
+class StubbornEngine(ScriptedEngine):
+    """A reply that was given up takes a while to end."""
+
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, indices: list[int]
+    ) -> AsyncIterator[Completion]:
+        """One answer."""
+        try:
+            async for one in super().generate(prompt_ids, sampling, indices):
+                yield one
+        except asyncio.CancelledError:
+            await asyncio.sleep(1.0)
+            raise
+
+
+def test_a_reply_that_ends_after_its_rollout_leaves_no_trace(
+    tmp_path: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episode, "CANCEL_TIMEOUT_S", 0.1)
+    engine = StubbornEngine(renderer, lambda _: "yes", slow="begin")
+
+    async def run() -> Rollout | RolloutFailed:
+        async with opened(tmp_path, engine, "gives_up") as (episodes, activity):
+            [found] = [one async for one in episodes.rollouts(lease_of(1))]
+            assert activity.running == 1
+            async with asyncio.timeout(30):
+                while activity.running:
+                    await asyncio.sleep(0.01)
+            return found
+
+    rollout = asyncio.run(run())
+    assert isinstance(rollout, Rollout) and rows_of(rollout) == engine.seen
+    assert len(engine.seen) == 1
 
 
 def test_replies_at_once_wait_for_the_room_that_another_one_keeps(

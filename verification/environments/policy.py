@@ -115,7 +115,7 @@ class Call:
     name: str
     arguments: dict[str, Any]
     id: str = ""
-    """As the policy wrote it, which some chat templates repeat at the result; "": it wrote none."""
+    """As the policy wrote it, for templates that repeat it; "": it wrote none that they take."""
 
 
 @dataclass(frozen=True)
