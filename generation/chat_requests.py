@@ -5,7 +5,6 @@ Used by the generator's proxy (`proxy.py`).
 
 import hashlib
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -277,6 +276,8 @@ class Answer(NamedTuple):
     completion_tokens: int
     id: str
     model: str
+    created: int
+    """Unix seconds: an answer that is sent again is the same."""
 
     @property
     def _message(self) -> dict[str, Any]:
@@ -306,8 +307,7 @@ class Answer(NamedTuple):
         }
 
     def _shell(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        created = int(time.time())
-        head = {"id": self.id, "object": kind, "created": created, "model": self.model}
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return {**head, "choices": choices, **more}
 
     def body(self) -> dict[str, Any]:

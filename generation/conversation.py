@@ -114,7 +114,7 @@ class ConversationTree:
         given: behind the parent's reply. max_tokens: None: as many as there is room for.
         """
         room = self.room_for(parent, given)
-        if room < 1:
+        if room < 1 or max_tokens == 0:
             raise OutOfTokens(f"no room for a reply behind {len(given)} given tokens")
         is_last = max_tokens is None or room <= max_tokens
         turn = Turn(parent, given, room if max_tokens is None else min(room, max_tokens), is_last)
@@ -156,9 +156,16 @@ class ConversationTree:
 
     def discard(self, turn: Turn) -> None:
         """Forget an open turn, as if it had not been asked for."""
+        if turn not in self.turns:
+            return  # the rollout has ended without it
         self.turns.remove(turn)
         if turn.parent is not None:
             turn.parent.successors -= 1
+
+    def discard_open(self) -> None:
+        """Forget all open turns: an engine may take longer to end them than anybody waits."""
+        for turn in [one for one in self.turns if one.reply is None]:
+            self.discard(turn)
 
     def rows(self) -> Rows:
         """The rollout's rows; call when every turn is closed, and there is one at least."""

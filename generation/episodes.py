@@ -12,8 +12,6 @@ environment works, the conversation holds no slot of the engine. Token ids never
 """
 
 import asyncio
-import itertools
-import re
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -28,6 +26,7 @@ from generation.conversation import OUT_OF_TOKENS, ConversationTree, OutOfTokens
 from generation.engine import Completion, EngineError
 from generation.histories import Histories, Place
 from generation.judge_client import open_judge
+from generation.outcomes import earned_by, read_entry
 from generation.proxy import Proxy, open_proxy
 from generation.rollouts import Work
 from megatron_rl.config.tree import Config
@@ -36,7 +35,7 @@ from megatron_rl.protocol.chat_template import Turn as Message
 from megatron_rl.protocol.generator_messages import EngineActivity
 from megatron_rl.protocol.rollout import TurnReturn, narrow_choices
 from megatron_rl.protocol.tool_calls import ParsedReply
-from megatron_rl.protocol.types import Lease, Rollout, RolloutFailed, Score, sendable
+from megatron_rl.protocol.types import Lease, Rollout, RolloutFailed, sendable
 from verification.environments.episode import Judge
 from verification.environments.host import EnvironmentHost
 from verification.environments.policy import (
@@ -49,9 +48,6 @@ from verification.environments.policy import (
     ToGrade,
 )  # fmt: skip
 from verification.environments.settings import EnvironmentFailed, environment_settings
-
-_NO_NAME = re.compile(r"[^A-Za-z0-9_.]+")
-_REASON_CHARS = 64
 
 
 class Exchange(NamedTuple):
@@ -68,6 +64,8 @@ class Chat:
 
     tools: list[dict[str, Any]]
     exchanges: list[Exchange] = field(default_factory=list)
+    shared: int = 0
+    """The first exchanges, which are those of the chat that it was forked from."""
 
 
 class Episode:
@@ -84,6 +82,7 @@ class Episode:
         self._began_at = self._changed_at = time.monotonic()
         self._replying = 0
         self._reply_ended = asyncio.Event()
+        self._next_turn = asyncio.Lock()
         self._environment_s = 0.0
         self._first_at = -1.0
 
@@ -101,8 +100,9 @@ class Episode:
         """One turn of the policy. Raises PolicyLimit, EnvironmentFailed, EngineError."""
         chat = self._chat_of(say)
         parent = chat.exchanges[-1].turn if chat.exchanges else None
+        messages = self.owner.histories.with_ids(say.messages)
         try:
-            place = self.place(parent, self._earlier(chat), say.messages, chat.tools)
+            place = self.place(parent, self._earlier(chat), messages, chat.tools)
             turn = await self.take_turn(place, say.max_tokens)
         except OutOfTokens as error:
             raise PolicyLimit(OUT_OF_TOKENS) from error
@@ -110,7 +110,7 @@ class Episode:
             # The same messages would fail with every engine: the environment is at fault.
             raise EnvironmentFailed(str(error), "exception") from error
         found, reply = self.owner.histories.read(turn, chat.tools), turn.reply
-        chat.exchanges.append(Exchange(say.messages, turn, found))
+        chat.exchanges.append(Exchange(messages, turn, found))
         assert reply is not None
         return Reply(
             self.owner.renderer.decode(reply.token_ids), found.content, found.reasoning,
@@ -124,14 +124,16 @@ class Episode:
         It waits while other replies of the episode keep room that this one needs.
         """
         parent, given = place
-        while self._replying and self._tree.room_for(parent, given) < (max_tokens or 1):
-            await self._reply_ended.wait()
-        try:
-            turn = self._tree.open(parent, given, max_tokens)
-        except OutOfTokens:
-            self._tree.is_cut = True
-            raise
-        self._count(+1)
+        # Turns stand in the order of asking: environments reward them in it.
+        async with self._next_turn:
+            while self._replying and self._tree.room_for(parent, given) < (max_tokens or 1):
+                await self._reply_ended.wait()
+            try:
+                turn = self._tree.open(parent, given, max_tokens)
+            except OutOfTokens:
+                self._tree.is_cut = True
+                raise
+            self._count(+1)
         try:
             reply = await self.owner.sample(self._lease, self._index, turn, self._tree)
         except BaseException:
@@ -161,7 +163,8 @@ class Episode:
             chat = Chat(say.tools)
             if say.parent is not None:
                 parent = self._chats[say.parent]
-                chat = Chat(parent.tools, parent.exchanges[: say.parent_turns])
+                earlier = parent.exchanges[: parent.shared + say.parent_turns]
+                chat = Chat(parent.tools, earlier, len(earlier))
             self._chats[say.chat] = chat
         return self._chats[say.chat]
 
@@ -186,15 +189,21 @@ class Episode:
 
     def end(self, end: Outcome | ToGrade) -> Rollout:
         """The rollout. Raises EnvironmentFailed if the environment never asked for a reply."""
+        self._tree.discard_open()
         if not self._tree.turns:
-            raise EnvironmentFailed("it returned without a turn of the policy", "bad_outcome")
+            reason = "it returned without a turn of the policy"
+            if self._tree.is_cut:
+                reason = "its first messages, or its max_tokens, leave no room for a reply"
+            raise EnvironmentFailed(reason, "bad_outcome")
         self._count(0)
         rows, renderer = self._tree.rows(), self.owner.renderer
         asked, to_grade, score, returns = rows.prompt_ids, None, None, list[TurnReturn]()
         if isinstance(end, Outcome):
-            score, returns = score_of(end), self._returns(end, rows.replies)
+            score, returns = earned_by(end, self._tree.turns, rows.replies)
         elif self._lease.prompt.task in self.owner.graded_tasks:
-            asked, to_grade = self._tree.turns[-1].prompt, end.text
+            # The policy can spell half of a surrogate pair, which no message can hold.
+            to_grade = end.text.encode(errors="backslashreplace").decode()
+            asked = self._tree.turns[-1].prompt
         else:
             reason = "it returned a text to grade, and its task has no reward.tasks.NAME.compare"
             raise EnvironmentFailed(reason, "bad_outcome")
@@ -216,23 +225,6 @@ class Episode:
             turn_returns=returns,
             environment_s=self._environment_s,
         )  # fmt: skip
-
-    def _returns(self, outcome: Outcome, replies: list[Turn]) -> list[TurnReturn]:
-        """Returns of the replies, if they are rewarded. Raises EnvironmentFailed."""
-        values = list(itertools.accumulate(reversed(outcome.turn_rewards)))[::-1]
-        values = values or outcome.turn_returns
-        if not values:
-            return []
-        if len(values) != len(self._tree.turns):
-            name = "turn_rewards" if outcome.turn_rewards else "turn_returns"
-            reason = f"{len(values)} {name} of {len(self._tree.turns)} replies"
-            raise EnvironmentFailed(reason, "bad_outcome")
-        number_of = {id(turn): number for number, turn in enumerate(self._tree.turns)}
-        return [
-            TurnReturn(number, len(turn.reply_ids), values[number])
-            for turn in replies
-            for number in [number_of[id(turn)]]
-        ]
 
 
 class Episodes:
@@ -335,23 +327,6 @@ class Episodes:
         finally:
             self._activity.change(time.monotonic(), -1, tokens)
         raise EngineError("the engine ended a request without an answer")
-
-
-def score_of(outcome: Outcome) -> Score:
-    """The score; the part "environment" is what the other parts leave of the reward."""
-    rest = outcome.reward - sum(outcome.parts.values())
-    parts = outcome.parts | ({"environment": rest} if rest or not outcome.parts else {})
-    # It becomes part of a metric's name.
-    reason = _NO_NAME.sub("_", outcome.reason)[:_REASON_CHARS]
-    return Score(outcome.reward, parts, reason, is_outcome=True)
-
-
-def read_entry(entry: str) -> Any:
-    """The prompt's JSON; another text as it is."""
-    try:
-        return msgspec.json.decode(entry) if entry else None
-    except msgspec.DecodeError:
-        return entry
 
 
 class Environments(NamedTuple):

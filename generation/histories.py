@@ -9,16 +9,20 @@ Used by the generator. `expert.render.history` decides what stands for earlier r
 """
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from generation.conversation import Turn
-from megatron_rl.protocol.call_forms import find_call_form
+from megatron_rl.protocol.call_forms import PROBE, PROBE_TOOL, QUESTION, find_call_form
 from megatron_rl.protocol.chat_template import RenderError, Tool
 from megatron_rl.protocol.chat_template import Turn as Message
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.tool_calls import ParsedReply, ToolCallParser, with_tools
 from megatron_rl.protocol.turns import Turns
 
+_RESULT = "probe-result"
+_MOST_IDS = 64
+"""Ids of calls of which is remembered whether the template takes them."""
 _REASONING = {"reasoning_content": "reasoning_content", "message.thinking": "thinking"}
 """Where chat templates read the thoughts of a reply, by what they write of it."""
 
@@ -44,6 +48,9 @@ class Histories:
         self.parser = ToolCallParser(renderer)
         self.call_form = find_call_form(renderer.template)
         """How the chat template takes tool calls; None: it writes none."""
+        self._takes_id = lru_cache(_MOST_IDS)(self._probe_id)
+        written = self._write_result(PROBE.id) if self.is_rendered else ""
+        self._drops_results = bool(written) and _RESULT not in written
         template = renderer.tokenizer.get_chat_template()
         self._reasoning = next((key for mark, key in _REASONING.items() if mark in template), "")
         """Key of a message's thoughts; "": they are part of the content."""
@@ -62,6 +69,11 @@ class Histories:
         messages up to that reply, read only where they are rendered.
         """
         offered = tools if "tools" in self._renderer.template.reads else []
+        if self._drops_results and any(message["role"] == "tool" for message in messages):
+            raise RenderError(
+                "the chat template leaves out messages of the role tool: the policy would not "
+                "read the results of its calls. Give a render.chat_template that writes them"
+            )
         if parent is not None and self._renderer.form.has_channels:
             messages = self._with_names(messages, self.read(parent, tools))
         try:
@@ -80,8 +92,18 @@ class Histories:
         return Place(None, ids)
 
     def read(self, turn: Turn, tools: Sequence[Tool]) -> ParsedReply:
-        """The parts of a turn's reply."""
-        return self.parser.parse(self._renderer.decode(turn.reply_ids), tools)
+        """The parts of a turn's reply. A call keeps the id that the chat template takes."""
+        found = self.parser.parse(self._renderer.decode(turn.reply_ids), tools)
+        calls = [one if self._takes_id(one.id) else one._replace(id="") for one in found.calls]
+        return found._replace(calls=calls)
+
+    def with_ids(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages, in which results of calls have an id if the chat template wants one."""
+        if self._takes_id(""):
+            return list(messages)
+        results = [message for message in messages if message["role"] == "tool"]
+        own = {id(one): {"tool_call_id": _own_id(place)} for place, one in enumerate(results)}
+        return [own.get(id(message), {}) | message for message in messages]
 
     def message(self, turn: Turn, found: ParsedReply) -> Message:
         """A turn's reply as a message for the chat template. found: its parts."""
@@ -90,6 +112,10 @@ class Histories:
             return self._as_written(turn)
         if calls:
             assert self.call_form is not None
+            if not self._takes_id(""):
+                calls = [
+                    one._replace(id=one.id or _own_id(place)) for place, one in enumerate(calls)
+                ]
             # In channels a message that calls a tool has no room for other text.
             content = "" if self._renderer.form.has_channels else found.content
             message = self.call_form.turn(calls, content)
@@ -114,8 +140,30 @@ class Histories:
             named.append(message)
         return named
 
+    def _probe_id(self, call_id: str) -> bool:
+        """Whether the template takes a call with this id; if it takes no results at all, too."""
+        return bool(self._write_result(call_id) or not self._write_result(PROBE.id))
+
+    def _write_result(self, call_id: str) -> str:
+        """How the template writes a call with this id and its result; "": it refuses them."""
+        called = {"role": "assistant", "content": "probe"}
+        if self.call_form is not None:
+            called = self.call_form.turn([PROBE._replace(id=call_id)])
+        result = {"role": "tool", "name": PROBE.name, "content": _RESULT}
+        if call_id:
+            result["tool_call_id"] = call_id
+        try:
+            return self._renderer.template.render([QUESTION, called, result], tools=[PROBE_TOOL])
+        except RenderError:
+            return ""
+
     def _as_written(self, turn: Turn) -> Message:
         """The whole text of a reply as content."""
         text, tags = self._renderer.decode(turn.reply_ids), self._renderer.tags
         opening = tags.open if tags is not None and self.parser.is_opened else ""
         return {"role": "assistant", "content": opening + text}
+
+
+def _own_id(place: int) -> str:
+    """Id of a call that has none; Mistral's templates want nine characters."""
+    return f"call{place:05d}"

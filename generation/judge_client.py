@@ -19,6 +19,7 @@ from generation.async_sockets import AsyncDealer
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.endpoints import SCORER
 from megatron_rl.protocol.keys import load_keys
+from megatron_rl.protocol.limits import INT32_MAX
 from megatron_rl.protocol.prompt import ChatMessage
 from megatron_rl.protocol.scorer_messages import Judged, JudgeRefused, JudgeRequest
 from megatron_rl.protocol.wire import DeadlineExceeded, WireError
@@ -62,9 +63,15 @@ class JudgeClient:
     async def ask(self, asked: JudgeInput) -> Verdict:
         """The judge's answer. Raises EnvironmentFailed if there is none in time."""
         messages = [ChatMessage(one["role"], one["content"]) for one in asked.messages]
-        number = next(self._numbers)
+        texts = [*asked.verdicts, *(one.role + one.content for one in messages)]
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError as error:
+            # Such as half of a surrogate pair that the policy spelled.
+            return Verdict([], "", f"a message to the judge is no text: {error}")
+        number, most = next(self._numbers), min(asked.max_tokens, INT32_MAX)
         request = JudgeRequest(
-            number, messages, asked.verdicts, asked.max_tokens, asked.temperature, asked.draw
+            number, messages, asked.verdicts, most, asked.temperature, asked.draw
         )
         async with self._room:
             self._waiting[number] = asyncio.get_running_loop().create_future()

@@ -277,7 +277,7 @@ class Session:
         return Answer(
             message, found.reasoning, "tool_calls" if made else turn.reply.finish_reason,
             len(turn.prompt), len(turn.reply_ids), f"chatcmpl-{secrets.token_hex(8)}",
-            asked.model or MODEL,
+            asked.model or MODEL, int(time.time()),
         )  # fmt: skip
 
     def _new_id(self) -> str:

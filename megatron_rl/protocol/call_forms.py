@@ -100,7 +100,7 @@ class JsonForm(NamedTuple):
     """A JSON object for each call, or a JSON list of them, between two texts."""
 
     opening: str
-    """ "": the whole reply is the call."""
+    """ "": the whole reply is the call, but for thoughts before it."""
     closing: str
     arguments: str = "arguments"
     """The key of the arguments, beside "name"."""
@@ -110,7 +110,7 @@ class JsonForm(NamedTuple):
     def starts(self) -> re.Pattern[str]:
         """Finds where a call begins; an empty text before a closing text without its opening."""
         if not self.opening:
-            return re.compile(r'\A\s*(?:<\|python_tag\|>)?(?=\{\s*"name"\s*:)')
+            return re.compile(r'\s*(?:<\|python_tag\|>)?(?=\{\s*"name"\s*:)')
         stray = f"|(?={re.escape(self.closing)})" if self.closing else ""
         return re.compile(re.escape(self.opening) + stray)
 
@@ -202,7 +202,9 @@ def read_json(text: str, place: int) -> tuple[Any, int]:
     try:
         value, end = _DECODER.raw_decode(text, _skip_blanks(text, place))
     except (ValueError, RecursionError) as error:
-        raise MalformedCall(f"the call is no JSON: {error}"[: 2 * SHOWN_CHARACTERS]) from error
+        # It may quote a key with half of a surrogate pair, which the model could not be told.
+        text = f"the call is no JSON: {error}".encode(errors="backslashreplace").decode()
+        raise MalformedCall(text[: 2 * SHOWN_CHARACTERS]) from error
     return value, _skip_blanks(text, end)
 
 

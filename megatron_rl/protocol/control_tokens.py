@@ -78,7 +78,8 @@ class ControlTokens:
     def encode(self, text: str, guard: str) -> list[int]:
         """Token ids of rendered text.
 
-        Raises RenderError for text that is no Unicode, or that gets other tokens than it spells.
+        Raises RenderError for text that is no Unicode, that gets other tokens than it spells, or
+        that has a token that the model does not have.
         """
         try:
             text.encode()
@@ -92,6 +93,8 @@ class ControlTokens:
                 "the text cannot be encoded: the tokenizer finds other special tokens in it than "
                 "it spells, as one does that normalizes text or has tokens with single_word"
             )
+        if refusal := self._renderer.find_foreign(ids):
+            raise RenderError(refusal)
         return ids
 
 

@@ -118,7 +118,7 @@ class ToolCallParser:
         place = self._take_thought(text, 0, thoughts) if self.is_opened else 0
         while place < len(text):
             thought = text.find(self._tags.open, place) if self._tags else -1
-            call = self._starts.search(text, place) if tools else None
+            call = self._next_call(text, place, content) if tools else None
             if thought >= 0 and not (call and call.start() < thought):
                 content.append(text[place:thought])
                 place = self._take_thought(text, thought, thoughts)
@@ -130,6 +130,12 @@ class ToolCallParser:
                 break
             place = self._take_call(text, call.end(), tools, calls, faults)
         return ParsedReply("\n".join(thoughts), "".join(content).strip(), calls, faults)
+
+    def _next_call(self, text: str, place: int, content: list[str]) -> re.Match[str] | None:
+        """Where the next call begins; without an opening, the call is all that is not a thought."""
+        if self.form.opening:
+            return self._starts.search(text, place)
+        return None if "".join(content).strip() else self._starts.match(text, place)
 
     def _parse_channels(self, text: str, tools: Sequence[Tool]) -> ParsedReply:
         content: list[str] = []
@@ -148,7 +154,7 @@ class ToolCallParser:
             self._take_call(f"{header}<|message|>{body}", call.end(), tools, calls, faults)
             if len(calls) == before:
                 name = re.match(r"[\w.-]*", header[call.end() :])
-                attempted.append(ToolCall(name[0] if name else "", {}))
+                attempted.append(ToolCall((name and name[0]) or "unknown", {}))
         said = "\n".join(filter(None, content))
         return ParsedReply("\n".join(thoughts), said, calls, faults, tuple(attempted))
 
@@ -232,6 +238,10 @@ def _find_fault(call: WrittenCall, earlier: Sequence[ToolCall], tools: Sequence[
         return f"a call is nested over {MAX_DEPTH} levels"
     offered = _schemas(tools)
     name, arguments = call.name, call.arguments
+    try:
+        json.dumps(list(call), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "a call spells half of a surrogate pair, such as \\ud83d, which is no character"
     if not isinstance(name, str) or name not in offered:
         known = ", ".join(offered) or "none"
         return f"there is no tool {_show(name)}; the tools are: {known}"

@@ -25,83 +25,12 @@ from megatron_rl.protocol.types import (
     VersionSpan,
 )
 from tests.protocol.real_templates import open_model
+from verification.environments import episode
 from verification.environments.host import EnvironmentHost
 from verification.environments.settings import EnvironmentSettings
 
-GAMES = '''
-import asyncio
-from verification.environments import Outcome, tools_episode
-
-async def count(prompt, policy):
-    chat = policy.chat(prompt.messages)
-    for turn in range(3):
-        reply = await chat.say()
-        chat.add("user", f"heard {reply.content}")
-    return Outcome(0.5, "counted", {"turns": 0.2})
-
-async def branches(prompt, policy):
-    chat = policy.chat(prompt.messages)
-    await chat.say()
-    other = chat.fork()
-    chat.add("user", "left")
-    other.add("user", "right")
-    await asyncio.gather(chat.say(), other.say())
-    summary = policy.chat([{"role": "user", "content": "a summary"}])
-    await summary.say()
-    return Outcome(1.0, "correct")
-
-async def gives_up(prompt, policy):
-    chat = policy.chat(prompt.messages)
-    asyncio.ensure_future(chat.say(max_tokens=50))
-    await asyncio.sleep(0.05)
-    other = policy.chat([{"role": "user", "content": "quick"}])
-    await other.say()
-    return Outcome(0.0, "gave up!")
-
-async def wide(prompt, policy):
-    chats = [policy.chat([{"role": "user", "content": f"chat {n}"}]) for n in range(5)]
-    await asyncio.gather(*(chat.say() for chat in chats))
-    return Outcome(1.0, "correct")
-
-async def rewards_turns(prompt, policy):
-    chat = policy.chat(prompt.messages)
-    await chat.say()
-    other = chat.fork()
-    chat.add("user", "left")
-    other.add("user", "right")
-    await other.say()
-    await chat.say()
-    return Outcome(7.0, "x", turn_rewards=[1.0, 2.0, 4.0] if prompt.answer == "5" else [7.0])
-
-async def endless(prompt, policy):
-    chat = policy.chat(prompt.messages)
-    while True:
-        await chat.say()
-        chat.add("user", "more")
-
-async def rests(prompt, policy):
-    chat = policy.chat(prompt.messages)
-    if (await chat.say()).content == "rest":
-        await asyncio.sleep(3600)
-    chat.add("user", "a slow question")
-    await chat.say()
-
-async def breaks(prompt, policy):
-    await policy.chat(prompt.messages).say()
-    raise ValueError("a bug of the environment")
-
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: one
-        b: the other
-    """
-    return a + b
-
-graded = tools_episode([add])
-adds = tools_episode([add], reward=lambda prompt, run: float(run.text == prompt.answer))
-'''
+GAMES = Path(__file__).parent
+"""Folder of `episode_games.py`."""
 
 
 class ScriptedEngine:
@@ -141,14 +70,13 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 async def opened(
     folder: Path, engine: ScriptedEngine, game: str, graded: frozenset[str] = frozenset()
 ) -> AsyncIterator[tuple[Episodes, Activity]]:
-    (folder / "games_of_tests.py").write_text(GAMES)
     settings = EnvironmentSettings(
-        paths=(str(folder),), log_path=str(folder / "log"), start_timeout_s=30, turn_timeout_s=10
+        paths=(str(GAMES),), log_path=str(folder / "log"), start_timeout_s=30, turn_timeout_s=10
     )
     activity = Activity()
     work = Work(engine, engine.renderer, EngineHealth(60, counts_passes=False), activity)
     async with EnvironmentHost(settings) as host:
-        targets = {"sums": f"games_of_tests:{game}"}
+        targets = {"sums": f"episode_games:{game}"}
         yield Episodes(work, Environments(targets, host, graded_tasks=graded)), activity
 
 
@@ -218,12 +146,57 @@ def test_branches_and_new_conversations_are_rows_of_one_rollout(
     assert len(rollout.spans) == 4 and sorted(s.version for s in rollout.spans) == [1, 2, 3, 4]
 
 
+def test_a_fork_of_a_fork_shares_all_that_was_said(tmp_path: Path, renderer: Renderer) -> None:
+    engine = ScriptedEngine(renderer, lambda text: str(len(text)))
+    [rollout] = play(tmp_path, engine, "forks_a_fork")
+    assert isinstance(rollout, Rollout) and len(engine.seen) == 6
+    # Each of the six replies follows the one before it, in whatever chat that was.
+    for before, after in zip(engine.seen, engine.seen[1:], strict=False):
+        assert after[: len(before)] == before
+    assert rows_of(rollout) == [engine.seen[-1]]
+
+
 def test_a_reply_that_nobody_waits_for_leaves_no_trace(tmp_path: Path, renderer: Renderer) -> None:
     engine = ScriptedEngine(renderer, lambda _: "yes", slow="begin")
     [rollout] = play(tmp_path, engine, "gives_up")
     assert isinstance(rollout, Rollout) and rollout.score is not None
     assert rows_of(rollout) == engine.seen and len(engine.seen) == 1
     assert rollout.score.reason == "gave_up_"
+
+
+class StubbornEngine(ScriptedEngine):
+    """A reply that was given up takes a while to end."""
+
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, indices: list[int]
+    ) -> AsyncIterator[Completion]:
+        """One answer."""
+        try:
+            async for one in super().generate(prompt_ids, sampling, indices):
+                yield one
+        except asyncio.CancelledError:
+            await asyncio.sleep(1.0)
+            raise
+
+
+def test_a_reply_that_ends_after_its_rollout_leaves_no_trace(
+    tmp_path: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episode, "CANCEL_TIMEOUT_S", 0.1)
+    engine = StubbornEngine(renderer, lambda _: "yes", slow="begin")
+
+    async def run() -> Rollout | RolloutFailed:
+        async with opened(tmp_path, engine, "gives_up") as (episodes, activity):
+            [found] = [one async for one in episodes.rollouts(lease_of(1))]
+            assert activity.running == 1
+            async with asyncio.timeout(30):
+                while activity.running:
+                    await asyncio.sleep(0.01)
+            return found
+
+    rollout = asyncio.run(run())
+    assert isinstance(rollout, Rollout) and rows_of(rollout) == engine.seen
+    assert len(engine.seen) == 1
 
 
 def test_replies_at_once_wait_for_the_room_that_another_one_keeps(
@@ -275,6 +248,49 @@ def test_rewards_of_replies_become_returns_in_the_order_of_tokens(
     assert [one.tokens for one in rollout.turn_returns] == spans
     [failed] = play(tmp_path, engine, "rewards_turns", answer="6")
     assert isinstance(failed, RolloutFailed) and "1 turn_rewards of 3 replies" in failed.reason
+
+
+class SlowEngine(ScriptedEngine):
+    """Each answer takes a while."""
+
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, indices: list[int]
+    ) -> AsyncIterator[Completion]:
+        """One answer."""
+        await asyncio.sleep(0.3)
+        async for one in super().generate(prompt_ids, sampling, indices):
+            yield one
+
+
+def test_replies_that_wait_for_room_are_rewarded_in_the_order_of_asking(
+    tmp_path: Path, renderer: Renderer
+) -> None:
+    """The third reply would have room at once, the second has none before the first has ended."""
+    names = {"user\na<": "1", "user\nb<": "2", "user\nc<": "3"}
+    engine = SlowEngine(renderer, lambda text: next(names[one] for one in names if one in text))
+    [rollout] = play(tmp_path, engine, "sides")
+    assert isinstance(rollout, Rollout)
+    said = [renderer.decode(rollout.token_ids[s.start : s.end].tolist()) for s in rollout.spans]
+    assert [one.value for one in rollout.turn_returns] == [float(word) for word in said]
+    assert sorted(said) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("most", ["0", "-1"])
+def test_a_reply_of_no_tokens_is_never_asked_of_the_engine(
+    tmp_path: Path, renderer: Renderer, most: str
+) -> None:
+    engine = ScriptedEngine(renderer, lambda _: "some words")
+    [rollout] = play(tmp_path, engine, "asks_for_nothing", answer=most)
+    assert isinstance(rollout, Rollout) and rollout.score is not None
+    assert rollout.score.reason == "out_of_tokens" and len(engine.asked) == 1
+
+
+def test_first_messages_without_room_are_the_environments_failure(
+    tmp_path: Path, renderer: Renderer
+) -> None:
+    [failed] = play(tmp_path, ScriptedEngine(renderer, lambda _: "x"), "opens_wide")
+    assert isinstance(failed, RolloutFailed) and failed.fault == "environment"
+    assert "leave no room for a reply" in failed.reason
 
 
 def test_no_room_for_another_reply_is_an_outcome(tmp_path: Path, renderer: Renderer) -> None:
@@ -337,6 +353,8 @@ def test_the_last_reply_is_graded_where_the_task_has_a_comparison(
     assert rollout.to_grade == rollout.graded_text == "\\boxed{5}"
     assert rollout.text.startswith("<tool_call>") and rows_of(rollout) == [engine.seen[-1]]
     assert rollout.prompt_tail.endswith("<|im_start|>assistant\n")
+    [spelled] = play(tmp_path, engine, "spells", graded=frozenset({"sums"}))
+    assert isinstance(spelled, Rollout) and spelled.to_grade == "half of \\ud83d"
     [failed] = play(tmp_path, engine, "graded")
     assert isinstance(failed, RolloutFailed) and failed.fault == "environment"
     assert "its task has no reward.tasks.NAME.compare" in failed.reason

@@ -10,6 +10,7 @@ from generation.engine import Completion
 from generation.histories import Histories
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.thinking import CHANNEL_TAGS, ThinkTags
+from megatron_rl.protocol.chat_template import RenderError
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.types import VersionSpan
 from tests.protocol.real_templates import MODELS, open_model
@@ -139,6 +140,50 @@ def test_calls_that_cannot_be_read_stay_as_they_were_written(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("history", ["keep", "template"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        '[TOOL_CALLS][{"name": "look_up", "arguments": {"word": "fig"}}]',
+        '[TOOL_CALLS][{"name": "look_up", "arguments": {"word": "fig"}, "id": "1"}]',
+        '[TOOL_CALLS][{"name": "look_up", "argum',
+    ],
+)
+def test_a_call_without_the_id_that_the_template_wants_has_a_result(
+    tmp_path: Path, call: str, history: str
+) -> None:
+    """Mistral Nemo's template wants ids of nine characters, whatever the model writes."""
+    talk = Talk(open_model(tmp_path, "mistral_nemo"), history=history, tools=[TOOL])
+    talk.say(user("what is a fig?"), call)
+    found = talk.histories.read(talk.tree.turns[0], talk.tools)
+    assert len(found.calls) + len(found.faults) == 1 and [one.id for one in found.calls] in (
+        [],
+        [""],
+    )
+    [result] = talk.histories.with_ids([{"role": "tool", "content": "a fruit"}])
+    prompt = talk.renderer.tokenizer.decode(talk.say(result, "a fruit"))
+    assert prompt.endswith(
+        '[TOOL_RESULTS]{"content": a fruit, "call_id": "call00000"}[/TOOL_RESULTS]'
+    )
+
+
+def test_an_id_that_the_template_takes_stays(tmp_path: Path) -> None:
+    talk = Talk(open_model(tmp_path, "mistral_nemo"), history="keep", tools=[TOOL])
+    call = '[TOOL_CALLS][{"name": "look_up", "arguments": {"word": "fig"}, "id": "abc123456"}]'
+    talk.say(user("what is a fig?"), call)
+    [found] = talk.histories.read(talk.tree.turns[0], talk.tools).calls
+    assert found.id == "abc123456"
+    other = Histories(open_model(tmp_path / "qwen", "qwen2.5"))
+    assert other.with_ids([{"role": "tool", "content": "x"}]) == [{"role": "tool", "content": "x"}]
+
+
+def test_results_that_the_template_leaves_out_are_refused(tmp_path: Path) -> None:
+    talk = Talk(open_model(tmp_path, "phi3.5"), history="template", tools=[TOOL])
+    talk.say(user("what is a fig?"), CALL)
+    with pytest.raises(RenderError, match="leaves out messages of the role tool"):
+        talk.say({"role": "tool", "content": "a fruit"}, "ok")
+
+
+@pytest.mark.parametrize("history", ["keep", "template"])
 def test_results_name_the_call_that_they_answer_in_channels(tmp_path: Path, history: str) -> None:
     """What gpt-oss reads behind a call, a faulty call and an answer."""
     renderer = open_model(tmp_path, "gpt_oss")
@@ -161,6 +206,10 @@ def test_results_name_the_call_that_they_answer_in_channels(tmp_path: Path, hist
     for number, message in enumerate(given):
         renderer.end_id = call if number < 2 else renderer.tokenizer.eos_token_id
         asked.append(renderer.tokenizer.decode(talk.say(message, (replies + ["ok"])[number])))
+    cut = Talk(renderer, history=history, tools=[TOOL])
+    cut.say(user("what is a fig?"), begins, is_cut=True)
+    unnamed = renderer.tokenizer.decode(cut.say(given[2], "ok"))
+    assert "probe" not in unnamed and "<|call|><|start|>functions.unknown to=assistant" in unnamed
     result = (
         "<|start|>functions.{} to=assistant<|channel|>commentary<|message|>{}<|end|>"
         "<|start|>assistant"

@@ -55,6 +55,16 @@ async def too_long(prompt, policy):
         await policy.judge([{"role": "user", "content": "x " * 5000}], ["Yes"])
     except JudgeRefused as refusal:
         return Outcome(0.0, "refused", {"names_the_room": float("1024" in str(refusal))})
+
+async def unfit(prompt, policy):
+    await policy.chat(prompt.messages).say()
+    refused = 0
+    for text, most in (("half of \\ud83d", 5), ("say", 1 << 64)):
+        try:
+            await policy.judge_reply([{"role": "user", "content": text}], max_tokens=most)
+        except JudgeRefused:
+            refused += 1
+    return Outcome(refused, "asked")
 """
 
 
@@ -180,6 +190,12 @@ def test_messages_without_room_are_refused_to_the_environment(
 ) -> None:
     found = played(serving, tmp_path, "too_long")
     assert (found.reason, found.parts["names_the_room"]) == ("refused", 1.0)
+
+
+def test_what_no_message_can_hold_is_refused_to_the_environment(
+    serving: Callable[[Work], None], tmp_path: Path
+) -> None:
+    assert played(serving, tmp_path, "unfit").reward == 2.0
 
 
 def test_the_same_question_is_asked_of_the_engine_once(serving: Callable[[Work], None]) -> None:

@@ -13,6 +13,7 @@ from generation.rollouts import RENDERED_PROMPTS
 from generation.worker import GeneratorWorker
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import RenderConfig
+from megatron_rl.protocol.control_tokens import ControlTokens
 from megatron_rl.protocol.render import Conversation, Renderer, RenderError
 from megatron_rl.protocol.types import ChatMessage, Lease, Prompt, Sampling, VersionSpan
 from megatron_rl.trainer.sft_dataset import SftExample, tokenize
@@ -154,6 +155,8 @@ def test_a_token_that_the_model_lacks_is_refused_by_its_name(
         render(renderer, "1+1.")
     with pytest.raises(RenderError, match=fault):
         renderer.render_example([ChatMessage("user", "1+1")], "2.", task="sums")
+    with pytest.raises(RenderError, match=fault):
+        ControlTokens(renderer).render([{"role": "user", "content": "1+1."}])
     conversations = [Conversation("sums", [ChatMessage("user", t)]) for t in ("1", "2.", "3", "4.")]
     assert list(renderer.find_refusals(conversations, 8)) == [1, 3]
     # Of the same tokenizer, all are the model's own.

@@ -188,6 +188,11 @@ GOOD = '{"name": "look_up", "arguments": {"word": "a"}}'
         (hermes('{"name": "now", "name": "now", "arguments": {}}'), 0, ["key is given twice"]),
         (hermes('{"name": "look_up", "arguments": {"word": NaN}}'), 0, ["NaN is no JSON"]),
         (hermes('{"name": "now", "arguments": {}, "id": 3}'), 0, ["the id 3 is no text"]),
+        (hermes('{"name": "look_up", "arguments": {"word": "\\ud83d"}}'), 0,
+         ["half of a surrogate pair"]),
+        (hermes('{"name": "look_up", "arguments": {"word": "\\ud83d\\ude42"}}'), 1, []),
+        (hermes('{"name": "\\ud83d", "arguments": {}}'), 0, ["half of a surrogate"]),
+        (hermes('{"\\ud83d": 1, "\\ud83d": 2}'), 0, ["twice in \\ud83d, "]),
         (hermes('{"name": "now", "arguments": ' + "[" * 100_000), 0, ["no JSON"]),
         (hermes('{"name": "look_up", "arguments": {"word": ' + "9" * 5000 + "}}"), 0, ["no JSON"]),
         (hermes('{"name": "any.thing-2", "arguments": {"a": ' + "[" * 63 + "]" * 63 + "}}"), 1, []),
@@ -274,6 +279,18 @@ def test_calls_are_read_only_outside_of_thoughts(parsers: dict[str, ToolCallPars
     inner = hermes(json.dumps({"name": "look_up", "arguments": {"word": f"<think>{call}"}}))
     parsed = parse(inner, TOOLS)
     assert parsed.calls == [("look_up", {"word": f"<think>{call}"}, "")] and not parsed.reasoning
+
+
+def test_thoughts_may_stand_before_a_call_that_is_the_whole_reply(
+    parsers: dict[str, ToolCallParser],
+) -> None:
+    parse, call = parsers["llama3.2"].parse, '{"name": "look_up", "parameters": {"word": "a"}}'
+    for before in ("", "<think>hm</think>", "\n<think>hm</think>\n\n"):
+        parsed = parse(before + call, TOOLS)
+        assert parsed.calls == [("look_up", {"word": "a"}, "")] and parsed.content == ""
+    for text in (f"a {call}", f"a <think>hm</think>{call}", f"<think>hm</think>a {call}"):
+        assert parse(text, TOOLS).calls == []
+        assert parse(text, TOOLS).content == text.replace("<think>hm</think>", "")
 
 
 def test_a_prompt_may_open_the_thought(tmp_path: Any) -> None:

@@ -115,7 +115,7 @@ class Call:
     name: str
     arguments: dict[str, Any]
     id: str = ""
-    """As the policy wrote it, which some chat templates repeat at the result; "": it wrote none."""
+    """As the policy wrote it, for templates that repeat it; "": it wrote none that they take."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Chat:
         self, policy: Policy, messages: Sequence[Mapping[str, Any]], *,
         tools: Sequence[Mapping[str, Any]] = (), parent: int | None = None, parent_turns: int = 0,
     ) -> None:  # fmt: skip
-        self.number = policy.next_chat()
+        self.number = next(policy.chat_numbers)
         self._policy = policy
         self._unsent = [_checked(dict(message)) for message in messages]
         self._tools = [dict(tool) for tool in tools]
@@ -216,7 +216,7 @@ class Chat:
         )
 
     async def say(self, *, max_tokens: int | None = None) -> Reply:
-        """The policy's next turn. Raises PolicyLimit.
+        """The policy's next turn. Raises PolicyLimit, also where max_tokens is below 1.
 
         After a call that was cancelled the chat is of no more use.
         """
@@ -231,7 +231,7 @@ class Chat:
             self._parent_turns if is_first else 0,
             self._unsent[:sent],
             self._tools if is_first and self._parent is None else [],
-            max_tokens,
+            None if max_tokens is None else max(0, max_tokens),
         )
         try:
             reply = await self._policy.ask(say)
@@ -255,7 +255,7 @@ class Policy:
         self._reader = reader
         self._writer = writer
         self._numbers = itertools.count()
-        self._chats = itertools.count()
+        self.chat_numbers = itertools.count()
         self._room = asyncio.Semaphore(MAX_WAITING)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
 
@@ -264,10 +264,6 @@ class Policy:
     ) -> Chat:
         """A new chat. tools: JSON schemas of functions that the policy may call."""
         return Chat(self, messages, tools=tools)
-
-    def next_chat(self) -> int:
-        """Number for a new chat."""
-        return next(self._chats)
 
     async def ask(self, say: Say) -> Reply:
         """Send a request and wait for its reply. Raises PolicyLimit."""
@@ -372,9 +368,13 @@ def check_end(value: Any) -> Outcome | ToGrade:
 
 
 def _number(name: str, value: Any) -> float:
-    # numpy's numbers count as Real too.
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise BadOutcome(f"the outcome's {name} is {value!r}, expected a finite number")
+    try:
+        # numpy's numbers count as Real too.
+        is_fit = isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:  # A whole number that is larger than every float.
+        is_fit = False
+    if not is_fit:
+        raise BadOutcome(f"the outcome's {name} is {value!r:.200}, expected a finite number")
     return float(value)
 
 

@@ -34,6 +34,7 @@ class Tool:
         hints = typing.get_type_hints(function)
         self._properties: dict[str, dict[str, Any]] = {}
         self._required: list[str] = []
+        enums: dict[str, Any] = {}
         for name, parameter in inspect.signature(function).parameters.items():
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise TypeError(f"the tool {self.name} has {parameter}: take arguments by name")
@@ -43,8 +44,11 @@ class Tool:
             if name in texts:
                 schema["description"] = texts[name]
             self._properties[name] = schema
+            enums.update((name, one) for one in _without_none(hints[name]) if _is_text_enum(one))
             if parameter.default is parameter.empty:
                 self._required.append(name)
+        if enums:
+            self.function = lambda **given: function(**_with_members(given, enums))
         self.schema: dict[str, Any] = {
             "type": "function",
             "function": {
@@ -92,6 +96,25 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     return "\n".join(description).strip(), texts
 
 
+def _without_none(hint: Any) -> list[Any]:
+    """The only type that an annotation has beside None; [] for a union of others."""
+    options = get_args(hint) if get_origin(hint) in _UNIONS else (hint,)
+    found = [one for one in options if one is not type(None)]
+    return found if len(found) == 1 else []
+
+
+def _is_text_enum(hint: Any) -> bool:
+    return inspect.isclass(hint) and issubclass(hint, enum.Enum) and issubclass(hint, str)
+
+
+def _with_members(given: dict[str, Any], enums: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, with members of enums in place of their values."""
+    return {
+        name: enums[name](value) if name in enums and value is not None else value
+        for name, value in given.items()
+    }
+
+
 def _schema(hint: Any, where: str) -> dict[str, Any]:
     """JSON schema of a type annotation."""
     origin, arguments = get_origin(hint), get_args(hint)
@@ -103,7 +126,7 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
         kinds = {_TYPES.get(type(argument)) for argument in arguments}
         typed = {"type": kinds.pop()} if len(kinds) == 1 and None not in kinds else {}
         return {**typed, "enum": list(arguments)}
-    if inspect.isclass(hint) and issubclass(hint, enum.Enum) and issubclass(hint, str):
+    if _is_text_enum(hint):
         return {"type": "string", "enum": [member.value for member in hint]}
     if origin in _UNIONS:
         options = [_schema(each, where) for each in arguments if each is not type(None)]
@@ -111,7 +134,9 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
         return schema if len(options) == len(arguments) else {**schema, "nullable": True}
     if hint in (list, tuple) or origin in (list, tuple):
         element = [argument for argument in arguments if argument is not Ellipsis]
-        return {"type": "array", "items": _schema(element[0], where) if element else {}}
+        # The elements of a tuple may have several types.
+        items = _schema(Union[tuple(element)], where) if element else {}  # noqa: UP007
+        return {"type": "array", "items": items}
     if hint is dict or origin is dict:
         values = _schema(arguments[1], where) if arguments else {}
         return {"type": "object", "additionalProperties": values}

@@ -132,7 +132,8 @@ async def _call(call: Call, tools: dict[str, Tool]) -> str:
         result = await _finished(tool.function(**call.arguments))
     except Unavailable:
         raise
-    except Exception as error:  # noqa: BLE001  The policy sees whatever its call raised.
+    # The policy sees whatever its call raised: code that it wrote may call exit().
+    except (Exception, SystemExit) as error:  # noqa: BLE001
         return f"Error: {type(error).__name__}: {error}"
     return result if isinstance(result, str) else json.dumps(result, default=str)
 

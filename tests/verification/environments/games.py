@@ -119,6 +119,10 @@ class Shop:
         self.bought.append(item)
         return self.bought
 
+    def leave(self) -> None:
+        """Leave the shop."""
+        sys.exit("left")
+
 
 async def _count(prompt, run):  # noqa: ANN001, ANN202
     return Outcome(len(run.state.bought), "closed", {"calls": len(run.calls)})

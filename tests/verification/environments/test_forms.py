@@ -121,6 +121,16 @@ def test_a_class_of_tools_keeps_state_within_an_episode(games: Running) -> None:
         assert games.play("games:shop", buy, answer="bag") == closed
 
 
+def test_a_tool_that_exits_is_told_to_the_policy(games: Running) -> None:
+    async def leave(say: Say) -> Reply:
+        if say.messages[-1]["role"] == "tool":
+            assert say.messages[-1]["content"] == "Error: SystemExit: left"
+            return Reply("done", "done")
+        return Reply("", "", calls=[Call("leave", {})])
+
+    assert games.play("games:shop", leave) == Outcome(1.0, "closed", {"calls": 1.0})
+
+
 def test_chats_run_at_once_and_a_fork_shares_what_was_said_before(games: Running) -> None:
     said: list[Say] = []
     both = asyncio.Event()

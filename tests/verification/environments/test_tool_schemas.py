@@ -105,6 +105,23 @@ def test_arguments_are_checked(arguments: Any, fault: str) -> None:
     assert Tool(take).find_fault(arguments) == fault
 
 
+def paint(point: tuple[int, str], colour: Colour, edge: Colour | None = None) -> str:
+    """Paint."""
+    return f"{point} {colour.name} {edge and edge.name}"
+
+
+def test_a_function_gets_the_members_of_its_enums_and_tuples_of_several_types() -> None:
+    tool = Tool(paint)
+    for arguments, result in (
+        ({"point": [1, "x"], "colour": "red"}, "[1, 'x'] RED None"),
+        ({"point": [1, "x"], "colour": "red", "edge": None}, "[1, 'x'] RED None"),
+        ({"point": [1, "x"], "colour": "red", "edge": "red"}, "[1, 'x'] RED RED"),
+    ):
+        assert tool.find_fault(arguments) == ""
+        assert tool.function(**arguments) == result
+    assert "expected integer" in tool.find_fault({"point": [1.5], "colour": "red"})
+
+
 def _undocumented(a: int) -> None:
     pass
 

@@ -1,0 +1,46 @@
+"""What outcomes of environments become: scores that the queue can read, or failures by name."""
+
+import pytest
+
+from generation.outcomes import earned_by
+from verification.environments.policy import BadOutcome, Outcome, check_end
+from verification.environments.settings import EnvironmentFailed
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({}, {"environment": 1.0}),
+        ({"form": 0.25}, {"form": 0.25, "environment": 0.75}),
+        ({"form": 0.25, "environment": 0.5}, {"form": 0.25, "environment": 0.75}),
+        ({"form": 1.0}, {"form": 1.0}),
+    ],
+)
+def test_parts_sum_to_the_reward(parts: dict[str, float], expected: dict[str, float]) -> None:
+    score, returns = earned_by(Outcome(1.0, "x", parts), [], [])
+    assert score.parts == expected and sum(score.parts.values()) == score.reward == 1.0
+    assert returns == []
+
+
+@pytest.mark.parametrize(
+    ("outcome", "says"),
+    [
+        (Outcome(1e31, "x"), "<= 1e.30"),
+        (Outcome(1.0, "x", {"a": 9e29, "b": 9e29}), "1e.30"),
+        (Outcome(1.0, "x", {"a" * 201: 0.0}), "length <= 200"),
+        (Outcome(1.0, "x", {str(number): 0.0 for number in range(100)}), "length <= 100"),
+        (Outcome(1.0, "x", {"\ud83d": 0.0}), "surrogates not allowed"),
+    ],
+)
+def test_an_outcome_that_no_message_holds_is_the_environments_failure(
+    outcome: Outcome, says: str
+) -> None:
+    assert check_end(outcome) == outcome
+    with pytest.raises(EnvironmentFailed, match=says) as found:
+        earned_by(outcome, [], [])
+    assert found.value.kind == "bad_outcome"
+
+
+def test_a_whole_number_larger_than_every_float_is_no_reward() -> None:
+    with pytest.raises(BadOutcome, match="reward is 1000"):
+        check_end(Outcome(10**400, "x"))
