@@ -35,7 +35,7 @@ from megatron_rl.protocol.chat_template import Turn as Message
 from megatron_rl.protocol.generator_messages import EngineActivity
 from megatron_rl.protocol.rollout import TurnReturn, narrow_choices
 from megatron_rl.protocol.tool_calls import ParsedReply
-from megatron_rl.protocol.types import Lease, Rollout, RolloutFailed, sendable
+from megatron_rl.protocol.types import Lease, Rollout, RolloutFailed, escaped, sendable
 from verification.environments.episode import Judge
 from verification.environments.host import EnvironmentHost
 from verification.environments.policy import (
@@ -201,9 +201,8 @@ class Episode:
         if isinstance(end, Outcome):
             score, returns = earned_by(end, self._tree.turns, rows.replies)
         elif self._lease.prompt.task in self.owner.graded_tasks:
-            # The policy can spell half of a surrogate pair, which no message can hold.
-            to_grade = end.text.encode(errors="backslashreplace").decode()
-            asked = self._tree.turns[-1].prompt
+            # The policy can spell half of a surrogate pair.
+            asked, to_grade = self._tree.turns[-1].prompt, escaped(end.text)
         else:
             reason = "it returned a text to grade, and its task has no reward.tasks.NAME.compare"
             raise EnvironmentFailed(reason, "bad_outcome")

@@ -34,7 +34,7 @@ MAX_FOREIGN_IDS = 1024
 
 
 def check_model_folder(folder: Path) -> None:
-    """The folder has a configuration, a tokenizer and weights."""
+    """The folder has a configuration and a tokenizer."""
     if not folder.is_dir():
         raise InputError(
             f"model.path = {folder}: there is no such folder. Give a Hugging Face folder with "
@@ -50,7 +50,6 @@ def check_model_folder(folder: Path) -> None:
             f"model.path = {folder}: the folder has no tokenizer: "
             f"expected one of {', '.join(_TOKENIZER_FILES)}"
         )
-    check_weights(folder, "model.path")
 
 
 def check_weights(folder: Path, key: str, shape: ModelShape | None = None) -> None:
@@ -70,12 +69,12 @@ def check_weights(folder: Path, key: str, shape: ModelShape | None = None) -> No
 
 
 def check_model(config: Config) -> None:
-    """The trainer knows the architecture, and the parallel sizes divide the model."""
+    """The trainer knows the architecture and has its weights; parallel sizes divide the model."""
     shape = read_shape(config.model.path)
-    if (rotated := shape.rotary_dim or shape.head_dim) % 2:
+    if shape.rotated_dim % 2:
         raise InputError(
-            f"model.path = {config.model.path}: rotary positions turn pairs of a head's "
-            f"dimensions, and {rotated} is odd (head_dim, or hidden_size / num_attention_heads)"
+            f"model.path = {config.model.path}: rotary positions turn pairs of a head's dimensions,"
+            f" and {shape.rotated_dim} is odd (head_dim, or hidden_size / num_attention_heads)"
         )
     check_parallel(shape, config.parallel)
     check_weights(config.model.path, "model.path", shape)

@@ -26,7 +26,6 @@ from megatron_rl.config.tree import Config, SftConfig
 from megatron_rl.data.dropped_prompts import DROPPED, DroppedPrompt, try_rendering
 from megatron_rl.data.own_systems import describe_own_systems, has_own_system
 from megatron_rl.data.prompts import (
-    PromptMaterial,
     PromptSets,
     PromptStream,
     divide_for_run,
@@ -42,6 +41,7 @@ from megatron_rl.launcher.thinking import describe_thinking
 from megatron_rl.observe.exporters.exporter import check_installed
 from megatron_rl.observe.host_memory import memory_limit_bytes
 from megatron_rl.protocol.checkpoint_folder import find_resume, read_queue_state
+from megatron_rl.protocol.queue_state import PromptCursor
 from megatron_rl.protocol.render import (
     Conversation,
     count_parameters,
@@ -107,8 +107,10 @@ def check(
     model_checks.check_vllm(config)
     model_checks.check_positions(config)
     if config.train.steps or config.sft.steps:
-        # An evaluation alone needs no trainer: the engine knows more architectures.
         model_checks.check_model(config)
+    else:
+        # An evaluation alone needs no trainer: the engine knows more architectures.
+        model_checks.check_weights(config.model.path, "model.path")
     if config.train.steps:
         model_checks.check_reference(config)
     model_checks.check_judge(config)
@@ -288,12 +290,15 @@ def check_prompts(config: Config) -> PromptReport:
     dropped, rendering_notes = try_rendering(
         sets.all, config, completion_limits(config, sets), taught=_first_taught(config.sft)
     )
-    sets = material.divide(frozenset(prompt.id for prompt in dropped), most_held_out=most)
+    cursor = _saved_cursor(config)
+    kept_out = frozenset(prompt.id for prompt in dropped)
+    sets = divide_for_run(material, config, kept_out, cursor=cursor)
     if dropped:
         _check_kept(sets, dropped, config)
     if _samples_for_training(config):
         check_draws(sets, config)
-        check_cursor(material, config, frozenset(prompt.id for prompt in dropped))
+    if cursor is not None:
+        PromptStream(sets, config.run.seed).restore(cursor)
     notes = [sets.describe(), *describe_evaluation(evaluation_sets(config, sets))]
     notes += [*map(printable, sets.notes), *_describe_dropped(dropped)]
     notes += map(printable, rendering_notes)
@@ -322,13 +327,12 @@ def _describe_unused(config: Config, tasks: Sequence[str]) -> list[str]:
     return found
 
 
-def check_cursor(material: PromptMaterial, config: Config, dropped: frozenset[str]) -> None:
-    """A resumed run has the prompts and the seed of its checkpoint."""
+def _saved_cursor(config: Config) -> PromptCursor | None:
+    """Where a run that resumes stands in its prompts."""
+    if not _samples_for_training(config):
+        return None
     resumed = find_resume(config.checkpoint, config.run.dir)
-    if resumed is not None:
-        cursor = read_queue_state(resumed).cursor
-        sets = divide_for_run(material, config, dropped, cursor=cursor)
-        PromptStream(sets, config.run.seed).restore(cursor)
+    return None if resumed is None else read_queue_state(resumed).cursor
 
 
 def _first_taught(sft: SftConfig) -> list[TaughtAnswer]:

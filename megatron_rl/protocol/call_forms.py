@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from megatron_rl.protocol.chat_template import ChatTemplate, RenderError, Tool, Turn
+from megatron_rl.protocol.types import escaped
 
 QUESTION: Turn = {"role": "user", "content": "probe-question"}
 SHOWN_CHARACTERS = 80
@@ -203,7 +204,7 @@ def read_json(text: str, place: int) -> tuple[Any, int]:
         value, end = _DECODER.raw_decode(text, _skip_blanks(text, place))
     except (ValueError, RecursionError) as error:
         # It may quote a key with half of a surrogate pair, which the model could not be told.
-        text = f"the call is no JSON: {error}".encode(errors="backslashreplace").decode()
+        text = escaped(f"the call is no JSON: {error}")
         raise MalformedCall(text[: 2 * SHOWN_CHARACTERS]) from error
     return value, _skip_blanks(text, end)
 

@@ -288,8 +288,12 @@ _REASON_CHARS = 2000
 
 def sendable(reason: str) -> str:
     """A reason that can be encoded: it may quote a completion with a lone surrogate."""
-    text = reason[:_REASON_CHARS].encode(errors="backslashreplace").decode()
-    return text[:_REASON_CHARS]
+    return escaped(reason[:_REASON_CHARS])[:_REASON_CHARS]
+
+
+def escaped(text: str) -> str:
+    r"""The text with lone surrogates, which no message can hold, spelled as \udXXX."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class ScoreFailed(msgspec.Struct, frozen=True, tag="ScoreFailed"):

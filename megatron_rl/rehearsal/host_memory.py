@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 PAGEABLE_BYTES = 64 << 10
-"""A copy of at most so many from memory that is not pinned does not wait for the device (CUDA
-Runtime API, "API synchronization behavior")."""
+"""The host waits for no copy of this size or less from pageable memory (CUDA Runtime API, "API
+synchronization behavior")."""
 _META = torch.device("meta")
 
 

@@ -9,7 +9,7 @@ Runs on two cores, one variant after another in a rotating order. Three workload
 | | ours_sync | the same with queue.max_staleness=0 |
 | | trl_1thread | GRPOTrainer of TRL (requirements-trl.txt), in one process, one thread |
 | | trl_2threads | the same, two threads |
-| lookup | as tiny | examples/agents/lookup.py, beside TRL's `environment_factory` |
+| lookup | as tiny | examples/agents/lookup.py, TRL with `environment_factory` |
 | real | ours | asynchronous, with the settings of tools/bench/real.toml |
 | | ours_sync | the same with queue.max_staleness=0 |
 | | trl | GRPOTrainer, two threads, microbatches of 16, in the quickest of its settings |

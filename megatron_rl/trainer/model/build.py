@@ -130,7 +130,7 @@ def _build_chunk(
         post_process=parallel_state.is_pipeline_last_stage(**stage),
         share_embeddings_and_output_weights=shape.is_tied,
         position_embedding_type="rope",
-        rotary_percent=(shape.rotary_dim or shape.head_dim) / shape.head_dim,
+        rotary_percent=shape.rotated_dim / shape.head_dim,
         rotary_base=shape.rope_theta,
         parallel_output=True,
         vp_stage=number,

@@ -117,12 +117,6 @@ def is_mxfp4(config: Mapping[str, Any]) -> bool:
     return (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
 
 
-def is_fused(shape: ModelShape) -> bool:
-    """Whether the model's files hold experts so."""
-    experts = FAMILIES[shape.architecture].experts
-    return experts is not None and experts.is_fused
-
-
 def split_experts(tensors: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
     """A folder's lazy slices with those of experts one by one; tensors that are odd stay."""
     found = dict(tensors)
@@ -153,7 +147,7 @@ def _of_kind(
 
 def file_name(name: str, shape: ModelShape) -> str:
     """The tensor of a file with the one that is called `name` everywhere else."""
-    found = _EXPERT.match(name) if is_fused(shape) else None
+    found = _EXPERT.match(name) if FAMILIES[shape.architecture].fuses_experts else None
     if found is None:
         return name
     block, _, word, kind = found.groups()
@@ -168,11 +162,12 @@ def fuse_experts(
 
     Holds those of one layer, which come when its last expert is there.
     """
+    fuses_experts = FAMILIES[shape.architecture].fuses_experts
     held: dict[str, Tensor] = {}
     missing = 0
     for name, tensor in tensors:
         found = _EXPERT.match(name)
-        if found is None or not is_fused(shape):
+        if found is None or not fuses_experts:
             yield name, tensor
             continue
         block, expert, word, kind = found.groups()

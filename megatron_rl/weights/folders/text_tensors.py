@@ -71,7 +71,7 @@ def sort_tensors(tensors: dict[str, Any], shape: ModelShape, folder: Path) -> Fo
 def _sorted(tensors: dict[str, Any], shape: ModelShape, folder: Path) -> FolderTensors:
     family = FAMILIES[shape.architecture]
     wrapper = family.wrapper
-    if family.experts is not None and family.experts.is_fused:
+    if family.fuses_experts:
         # It needs torch.
         from megatron_rl.weights.folders.fused_experts import split_experts
 

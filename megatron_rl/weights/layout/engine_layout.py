@@ -97,7 +97,7 @@ def paired(architecture: str, parameters: Mapping[str, Tensor]) -> dict[str, Ten
     biases become columns.
     """
     family = FAMILIES.get(architecture)
-    if family is None or family.experts is None or not family.experts.is_fused:
+    if family is None or not family.fuses_experts:
         return dict(parameters)
 
     def view(name: str, parameter: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ def inverse_frequencies(shape: ModelShape) -> torch.Tensor:
     Source: the llama3 rule is that of the Llama 3.1 reference code, yarn's arXiv 2309.00071,
     section 3.2.
     """
-    rotated = _rotated(shape)
+    rotated = shape.rotated_dim
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     frequencies = 1.0 / shape.rope_theta**exponents
     scaling = shape.rope_scaling
@@ -35,14 +35,9 @@ def inverse_frequencies(shape: ModelShape) -> torch.Tensor:
     return (1 - kept) * stretched + kept * frequencies
 
 
-def _rotated(shape: ModelShape) -> int:
-    """Dimensions of a head that are rotated."""
-    return shape.rotary_dim or shape.head_dim
-
-
 def _kept_by_yarn(shape: ModelShape, scaling: RopeScaling) -> torch.Tensor:
     """Share of each frequency that is not stretched, [rotated dimensions / 2]."""
-    rotated = _rotated(shape)
+    rotated = shape.rotated_dim
 
     def dimension(turns: float) -> float:
         """Where a frequency makes so many turns within the original positions."""

@@ -120,6 +120,11 @@ class ModelShape:
         return self.rope_scaling is not None and self.rope_scaling.query_beta != 0
 
     @property
+    def rotated_dim(self) -> int:
+        """Dimensions of a head that rotary embeddings turn."""
+        return self.rotary_dim or self.head_dim
+
+    @property
     def nope_dim(self) -> int:
         """Of latent attention: first dimensions of a head, which are not rotated."""
         return self.head_dim - self.rotary_dim

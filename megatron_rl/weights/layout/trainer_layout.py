@@ -87,8 +87,7 @@ def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def file_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """The same of the files, which may hold all experts of a layer in one tensor of each kind."""
-    experts = FAMILIES[shape.architecture].experts
-    if experts is None or not experts.is_fused:
+    if not FAMILIES[shape.architecture].fuses_experts:
         return hf_shapes(shape)
     found: dict[str, tuple[int, ...]] = {}
     for name, size in hf_shapes(shape).items():

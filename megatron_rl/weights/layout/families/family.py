@@ -131,6 +131,11 @@ class Family:
     experts: Experts | None = None
     wrapper: Wrapper | None = None
 
+    @property
+    def fuses_experts(self) -> bool:
+        """Whether it has experts, and files hold them so: see `Experts.is_fused`."""
+        return self.experts is not None and self.experts.is_fused
+
     def of_text(self, values: Mapping[str, Any]) -> "Family":
         """The table of the text model in a config.json: this one, or another inside the wrapper."""
         inner = values.get("text_config")
