@@ -8,7 +8,7 @@ import signal
 from collections.abc import Coroutine
 from typing import Any
 
-from megatron_rl.protocol.process import LEAVING_SIGNAL
+from megatron_rl.protocol.process import LEAVING_SIGNAL, limit_end
 
 
 async def end_with_first(*coroutines: Coroutine[Any, Any, Any]) -> Any:
@@ -29,6 +29,7 @@ async def interrupted() -> int:
     arrived: asyncio.Future[int] = loop.create_future()
 
     def note(number: int) -> None:
+        limit_end()
         if not arrived.done():
             arrived.set_result(number)
 

@@ -16,7 +16,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from megatron_rl.config.errors import ConfigError, InputError
@@ -63,6 +62,8 @@ def die_with_parent() -> None:
 
 class _Progress:
     has_started = False
+    launcher: int | None = None
+    """Process id of the launcher that started this process, if one did."""
 
 
 def note_started() -> None:
@@ -129,10 +130,17 @@ def set_up_logging(role: str, log_dir: Path | None = None, *, in_background: boo
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
-def _interrupt(launcher: int | None, number: int, frame: object) -> None:
-    if launcher is not None and os.getppid() != launcher:
-        # No launcher is left to kill it: after ORPHAN_END_S it prints its stacks and exits.
+def limit_end() -> None:
+    """Call on each of ENDING_SIGNALS: without its launcher a process has ORPHAN_END_S to end.
+
+    Then it prints its stacks and exits, because no launcher is left to kill it.
+    """
+    if _Progress.launcher is not None and os.getppid() != _Progress.launcher:
         faulthandler.dump_traceback_later(ORPHAN_END_S, exit=True)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    limit_end()
     raise Interrupted(128 + number)
 
 
@@ -160,16 +168,15 @@ def run_main(role: str, main: Callable[[], None]) -> int:
     `main`, so that context managers close what they opened, within ORPHAN_END_S if the launcher
     died.
     """
-    launcher = None
     if os.environ.get("MEGATRON_RL_LAUNCHED"):
-        launcher = os.getppid()
+        _Progress.launcher = os.getppid()
         die_with_parent()
     # The interpreter's last collections would visit each object of torch: a second of a core.
     atexit.register(gc.freeze)
     for number in ENDING_SIGNALS:
         # A process under `nohup` outlives its terminal.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, partial(_interrupt, launcher))
+            signal.signal(number, _interrupt)
     log = logging.getLogger(role)
     try:
         with failures_noted():

@@ -88,10 +88,24 @@ HANGS_AT_ITS_END = """
         finally:
             time.sleep(600)
 """
+WAITS_FOR_A_THREAD = """
+        import asyncio
+        from generation.tasks import end_with_first, interrupted
+        from megatron_rl.protocol import process
+        process.ORPHAN_END_S = 1.0
+        async def work():
+            print("open", flush=True)
+            # As a weight sync whose peers died: the interpreter waits for such threads at its end.
+            await asyncio.to_thread(time.sleep, 600)
+        asyncio.run(end_with_first(interrupted(), work()))
+"""
 
 
-def test_a_process_that_hangs_without_its_launcher_says_where_and_ends(tmp_path: Path) -> None:
-    script = SCRIPT.replace("        {body}", HANGS_AT_ITS_END)
+@pytest.mark.parametrize("body", [HANGS_AT_ITS_END, WAITS_FOR_A_THREAD])
+def test_a_process_that_hangs_without_its_launcher_says_where_and_ends(
+    tmp_path: Path, body: str
+) -> None:
+    script = SCRIPT.replace("        {body}", body)
     launcher = subprocess.Popen(
         [sys.executable, "-c", PARENT, script, str(tmp_path)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
