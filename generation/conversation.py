@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from generation.engine import Completion, EngineError
+from megatron_rl.protocol.chat_template import Tool
+from megatron_rl.protocol.chat_template import Turn as Message
 from megatron_rl.protocol.types import VersionSpan
 
 OUT_OF_TOKENS = "out_of_tokens"
@@ -20,6 +22,17 @@ OUT_OF_TOKENS = "out_of_tokens"
 
 class OutOfTokens(Exception):
     """The rollout has no room for another reply; the policy caused that."""
+
+
+class Asked(NamedTuple):
+    """What a turn answers, as its environment sees it."""
+
+    follows: "Turn | None"
+    """The turn whose reply came before in the chat; it may be of another row."""
+    messages: list[Message]
+    """Messages since then."""
+    tools: list[Tool]
+    """Of a chat's first turn."""
 
 
 @dataclass(eq=False)
@@ -35,6 +48,10 @@ class Turn:
     """Whether that room is all that the rollout has."""
     reply: Completion | None = None
     successors: int = 0
+    asked: "Asked | None" = None
+    asked_at: float = 0.0
+    replied_at: float = 0.0
+    """time.monotonic()"""
 
     @property
     def path(self) -> "list[Turn]":
@@ -90,6 +107,8 @@ class Rows(NamedTuple):
     finish_reason: str
     replies: list[Turn]
     """The learnt replies, in the order of their tokens."""
+    starts: list[int]
+    """The first completion token of each."""
     expert_choices: np.ndarray
     """As in `Rollout`, with -1 for the last token of each row but the last; empty if a reply came
     without."""
@@ -171,7 +190,7 @@ class ConversationTree:
         """The rollout's rows; call when every turn is closed, and there is one at least."""
         first = self.turns[0]
         end = "length" if self.is_cut else "stop"
-        rows = Rows(first.given, [], [], [], [], end, [], self._expert_choices())
+        rows = Rows(first.given, [], [], [], [], end, [], [], self._expert_choices())
         learnt: set[int] = set()
         for leaf in self._leaves:
             if rows.token_ids:
@@ -184,8 +203,9 @@ class ConversationTree:
                 if id(turn) in learnt:
                     _add_given(rows, reply.token_ids)
                 else:
-                    _add_reply(rows, reply)
                     rows.replies.append(turn)
+                    rows.starts.append(len(rows.token_ids))
+                    _add_reply(rows, reply)
                     learnt.add(id(turn))
         return rows
 

@@ -26,7 +26,7 @@ from generation.conversation import OUT_OF_TOKENS, ConversationTree, OutOfTokens
 from generation.engine import Completion, EngineError
 from generation.histories import Histories, Place
 from generation.judge_client import open_judge
-from generation.outcomes import earned_by, read_entry
+from generation.outcomes import earned_by, read_entry, turns_of
 from generation.proxy import Proxy, open_proxy
 from generation.rollouts import Work
 from megatron_rl.config.tree import Config
@@ -123,7 +123,7 @@ class Episode:
 
         It waits while other replies of the episode keep room that this one needs.
         """
-        parent, given = place
+        parent, given, asked = place
         # Turns stand in the order of asking: environments reward them in it.
         async with self._next_turn:
             while self._replying and self._tree.room_for(parent, given) < (max_tokens or 1):
@@ -134,6 +134,7 @@ class Episode:
                 self._tree.is_cut = True
                 raise
             self._count(+1)
+            turn.asked, turn.asked_at = asked, self._changed_at
         try:
             reply = await self.owner.sample(self._lease, self._index, turn, self._tree)
         except BaseException:
@@ -144,6 +145,7 @@ class Episode:
             self._tree.close(turn, reply)
         finally:
             self._count(-1)
+            turn.replied_at = self._changed_at
             self._reply_ended.set()
             self._reply_ended = asyncio.Event()
         if self._first_at < 0:
@@ -223,6 +225,7 @@ class Episode:
             row_starts=rows.row_starts,
             turn_returns=returns,
             environment_s=self._environment_s,
+            conversation=turns_of(rows, renderer.decode, self._began_at),
         )  # fmt: skip
 
 

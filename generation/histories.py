@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from generation.conversation import Turn
+from generation.conversation import Asked, Turn
 from megatron_rl.protocol.call_forms import PROBE, PROBE_TOOL, QUESTION, find_call_form
 from megatron_rl.protocol.chat_template import RenderError, Tool
 from megatron_rl.protocol.chat_template import Turn as Message
@@ -34,6 +34,7 @@ class Place(NamedTuple):
     """The turn that it continues; None: it begins a row."""
     given: list[int]
     """Token ids behind the parent's reply."""
+    asked: Asked | None = None
 
 
 class Histories:
@@ -68,6 +69,7 @@ class Histories:
         parent: turn of the latest reply; None: the messages begin a conversation. earlier: the
         messages up to that reply, read only where they are rendered.
         """
+        asked = Asked(parent, list(messages), [] if parent is not None else tools)
         offered = tools if "tools" in self._renderer.template.reads else []
         if self._drops_results and any(message["role"] == "tool" for message in messages):
             raise RenderError(
@@ -78,7 +80,7 @@ class Histories:
             messages = self._with_names(messages, self.read(parent, tools))
         try:
             if parent is not None and not self.is_rendered:
-                return Place(parent, self._turns.glue(parent.reply_ids, messages, offered))
+                return Place(parent, self._turns.glue(parent.reply_ids, messages, offered), asked)
             opened = self._renderer.opened([*earlier, *messages], task)
             if tools and not offered:
                 opened = with_tools(opened, tools)
@@ -88,8 +90,8 @@ class Histories:
         for turn in reversed(parent.path if parent is not None else []):
             seen = turn.ids
             if len(seen) < len(ids) and ids[: len(seen)] == seen:
-                return Place(turn, ids[len(seen) :])
-        return Place(None, ids)
+                return Place(turn, ids[len(seen) :], asked)
+        return Place(None, ids, asked)
 
     def read(self, turn: Turn, tools: Sequence[Tool]) -> ParsedReply:
         """The parts of a turn's reply. A call keeps the id that the chat template takes."""

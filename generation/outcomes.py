@@ -1,18 +1,20 @@
-"""What an environment is given with its prompt, and what its outcome means for the rollout. Pure.
+"""What an environment is given, what its outcome means for the rollout, and what was said. Pure.
 
 Used by `episodes.py`.
 """
 
 import itertools
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from generation.conversation import Turn
-from megatron_rl.protocol.rollout import TurnReturn
-from megatron_rl.protocol.types import Score
+from generation.conversation import Rows, Turn
+from megatron_rl.protocol.chat_template import Turn as Message
+from megatron_rl.protocol.rollout import TOOLS, ConversationTurn, GivenMessage, TurnReturn
+from megatron_rl.protocol.types import Score, escaped
 from verification.environments.policy import Outcome
 from verification.environments.settings import EnvironmentFailed
 
@@ -69,3 +71,34 @@ def _returns(outcome: Outcome, asked: Sequence[Turn], learnt: Sequence[Turn]) ->
         for turn in learnt
         for number in [number_of[id(turn)]]
     ]
+
+
+def turns_of(
+    rows: Rows, decode: Callable[[Sequence[int]], str], began_at: float
+) -> list[ConversationTurn]:
+    """The turns of a conversation, for people. began_at: time.monotonic() of its begin."""
+    number_of = {id(turn): number for number, turn in enumerate(rows.replies)}
+    found = []
+    for turn, start in zip(rows.replies, rows.starts, strict=True):
+        assert turn.asked is not None
+        follows, messages, tools = turn.asked
+        offered = [GivenMessage(TOOLS, escaped(json.dumps(tools)))] if tools else []
+        found.append(
+            ConversationTurn(
+                start,
+                start + len(turn.reply_ids),
+                -1 if follows is None else number_of[id(follows)],
+                [*offered, *map(_given, messages)],
+                escaped(decode(turn.reply_ids)),
+                round(turn.asked_at - began_at, 3),
+                round(turn.replied_at - began_at, 3),
+            )
+        )
+    return found
+
+
+def _given(message: Message) -> GivenMessage:
+    calls = message.get("tool_calls")
+    texts = [message.get("content"), json.dumps(calls, default=str) if calls else None]
+    content = "\n".join(text for text in texts if text)
+    return GivenMessage(message["role"], escaped(content), escaped(message.get("name") or ""))

@@ -11,8 +11,9 @@ data, 4 epochs. The numbers of kept and repeated examples are ours.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,8 +107,8 @@ def mine_sft_examples(
     for problem in sorted(solved):
         for mined in _capped(solved[problem], options, report):
             tail = "" if options.template_opens_thoughts else mined.record.prompt_tail
-            response = with_opening(mined.record.text, tail, tags)
-            example = _example(mined.record, prompts.get(mined.record.prompt_id), response)
+            opened = partial(with_opening, prompt_tail=tail, tags=tags)
+            example = _example(mined.record, prompts.get(mined.record.prompt_id), opened)
             copies = _copies(rates[problem], mined, options)
             report.added["repeated"] += copies - 1
             name = _name(mined)
@@ -149,9 +150,8 @@ def _sift(
             else "early" if is_early
             else "not_correct" if record.reason != "correct"
             else "cut_at_limit" if record.finish_reason == "length"
-            else "conversation" if record.sampled_tokens < record.tokens
-            else "short" if record.tokens < options.min_tokens
-            else ""
+            else _why_no_line(record)
+            or ("short" if record.tokens < options.min_tokens else "")
         )  # fmt: skip
         if reason:
             report.drops.append(Drop(_name(mined), mined.place, reason))
@@ -182,7 +182,30 @@ def _copies(rate: float, mined: Mined, options: SftExampleOptions) -> int:
     return whole + (place_of(options.seed, "copies", _name(mined)) < wanted - whole)
 
 
-def _example(record: RolloutRecord, prompt: Prompt | None, response: str) -> SftExample:
+def _why_no_line(record: RolloutRecord) -> str:
+    """Why a rollout is not one conversation of user and assistant, as SFT examples are."""
+    turns = record.conversation
+    if not turns:
+        # An earlier release did not record its turns.
+        return "conversation" if record.sampled_tokens < record.tokens else ""
+    if [turn.follows for turn in turns] != list(range(-1, len(turns) - 1)):
+        return "several_chats"
+    roles = {given.role for turn in turns for given in turn.given}
+    return "" if roles <= {"system", "user"} else "other_roles"
+
+
+def _example(
+    record: RolloutRecord, prompt: Prompt | None, opened: Callable[[str], str]
+) -> SftExample:
+    """opened: a reply with the tag that the chat template opens."""
+    if turns := record.conversation:
+        messages = []
+        for turn in turns:
+            messages += [ChatMessage(given.role, given.content) for given in turn.given]
+            messages.append(ChatMessage("assistant", opened(turn.text)))
+        response = messages.pop().content
+        return SftExample(messages, response, record.task, learns_all=True)
+    response = opened(record.text)
     messages = prompt.messages if prompt else [ChatMessage("user", record.problem)]
     is_program = prompt is not None and prompt.is_program
     return SftExample(messages, response, record.task, is_program)

@@ -9,7 +9,7 @@ from typing import Annotated, Protocol
 import msgspec
 import numpy as np
 
-from megatron_rl.protocol.limits import Count, Finite, Id, Name, Seconds, Share, Version
+from megatron_rl.protocol.limits import INT32_MAX, Count, Finite, Id, Name, Seconds, Share, Version
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -55,6 +55,36 @@ class TurnReturn(msgspec.Struct, frozen=True):
     tokens: Count
     """Its sampled tokens."""
     value: Finite
+
+
+TOOLS = "tools"
+"""Role in the record of the tools that a chat offers, as JSON."""
+
+
+class GivenMessage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A message of a conversation that the policy did not write."""
+
+    role: str
+    content: str
+    name: str = ""
+    """Of the tool whose result it is."""
+
+
+class ConversationTurn(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A reply of a conversation, and what it answered: for people, not for training."""
+
+    start: Count
+    end: Count
+    """Its sampled tokens are completion tokens [start, end)."""
+    follows: Annotated[int, msgspec.Meta(ge=-1, le=INT32_MAX)]
+    """Number of the turn whose reply came before; -1: the turn begins a chat."""
+    given: list[GivenMessage]
+    """Messages since that reply; of a chat's first turn all."""
+    text: str
+    """All that the policy wrote."""
+    asked_s: Seconds
+    replied_s: Seconds
+    """Seconds since the conversation began, by the generator's clock."""
 
 
 class Range(Protocol):
@@ -191,6 +221,8 @@ class Rollout(msgspec.Struct, frozen=True, weakref=True):
     """Of each reply, in the order of its tokens, if the environment rewards replies."""
     environment_s: Seconds = 0.0
     """Seconds in which the conversation waited for its environment."""
+    conversation: list[ConversationTurn] = []
+    """Its turns, in the order of their tokens; [] without an environment."""
 
     @property
     def oldest_version(self) -> int:

@@ -28,7 +28,12 @@ import numpy as np
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.line_errors import decode_lines
 from megatron_rl.protocol.metrics import end_of_lines
-from megatron_rl.protocol.rollout import TurnReturn, find_bad_spans, given_ranges
+from megatron_rl.protocol.rollout import (
+    ConversationTurn,
+    TurnReturn,
+    find_bad_spans,
+    given_ranges,
+)
 from megatron_rl.protocol.types import ROUNDING_NATS, Rollout
 
 log = logging.getLogger(__name__)
@@ -119,6 +124,8 @@ class RolloutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     turn_returns: list[TurnReturn] = []
     """As in Rollout."""
     to_grade: str | None = None
+    """As in Rollout."""
+    conversation: list[ConversationTurn] = []
     """As in Rollout."""
 
     @property
@@ -253,9 +260,11 @@ def read_records(path: Path, torn: Counter[str] | None = None) -> Iterator[Rollo
 
 def without_texts(record: RolloutRecord) -> RolloutRecord:
     """A record without texts, to keep many in memory."""
+    turns = [msgspec.structs.replace(turn, text="", given=[]) for turn in record.conversation]
     return msgspec.structs.replace(
-        record, text="", problem="", answer="", prompt_tail="", detail="", other_answers=[]
-    )
+        record, text="", problem="", answer="", prompt_tail="", detail="", other_answers=[],
+        conversation=turns,
+    )  # fmt: skip
 
 
 def read_rollouts(run_dir: Path, torn: Counter[str] | None = None) -> Iterator[RecordedRollout]:

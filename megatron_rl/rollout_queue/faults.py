@@ -91,6 +91,9 @@ def _find_bad_spans(rollout: Rollout, newest_version: int) -> str:
     )
     if edges != sorted(set(edges)) or not are_given:
         return f"row starts {rollout.row_starts!r:.300} that are not given tokens in order"
+    told = [edge for one in rollout.conversation for edge in (one.start, one.end)]
+    if told != sorted(told) or (told and told[-1] > len(rollout.token_ids)):
+        return f"turns of tokens {told!r:.300} in a completion of {len(rollout.token_ids)}"
     turns = sum(one.tokens for one in rollout.turn_returns)
     if rollout.turn_returns and turns != rollout.sampled_tokens:
         return f"returns of {turns} tokens, and {rollout.sampled_tokens} were sampled"

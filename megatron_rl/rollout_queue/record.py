@@ -218,6 +218,7 @@ class Recorder:
             row_starts=rollout.row_starts,
             turn_returns=rollout.turn_returns,
             to_grade=rollout.to_grade,
+            conversation=rollout.conversation,
             environment_s=round(rollout.environment_s, 3) if rollout.environment_s else None,
         )
 

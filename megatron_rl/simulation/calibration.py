@@ -36,7 +36,7 @@ from megatron_rl.simulation.machines import (
 )
 from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.records import Measured, RunRecords, measure
-from megatron_rl.simulation.workload import PassRates, RecordedLengths, Workload
+from megatron_rl.simulation.workload import Conversation, PassRates, RecordedLengths, Workload
 
 _KEPT_TIMES = 500
 _CERTAIN = 0.99
@@ -114,11 +114,14 @@ def _check_same(name: str, fitted: object, asked: object) -> None:
 
 
 def calibrate(run: RunRecords) -> Calibration:
-    """Fit to a run whose roles share no device. Raises InputError for one with environments."""
-    if run.config.reward.environments:
+    """Fit to a run whose roles share no device.
+
+    Raises InputError for a run of an earlier release with environments.
+    """
+    if run.config.reward.environments and not any(one.conversation for one in run.rollouts):
         raise InputError(
-            "--calibrate: the run has conversations with environments, whose records do not say "
-            "when the engine worked: leave --calibrate out, and give --turns and --environment-s"
+            "--calibrate: the records of this run do not say when its engines sampled the replies "
+            "of conversations: give a newer run, or leave --calibrate out"
         )
     measured, engine = measure(run), fit_engine(run)
     model = ClusterModel(
@@ -145,7 +148,25 @@ def _workload(run: RunRecords) -> Workload:
         PassRates.of(
             min(0.999, max(0.001, right)), zero_variance_share, run.config.train.group_size
         ),
+        conversation=_conversation(graded),
     )
+
+
+def _conversation(records: Sequence[RolloutRecord]) -> Conversation:
+    """The means of all conversations; completions without an environment count as one reply."""
+    turns = [turn for record in records for turn in record.conversation]
+    if not turns:
+        return Conversation()
+    replies = sum(max(1, len(record.conversation)) for record in records) / len(records)
+    spoken = [record for record in records if record.conversation]
+    given = 1 - sum(turn.end - turn.start for turn in turns) / sum(one.tokens for one in spoken)
+    waits = [
+        max(0.0, turn.asked_s - record.conversation[turn.follows].replied_s)
+        for record in spoken
+        for turn in record.conversation
+        if turn.follows >= 0
+    ]
+    return Conversation(max(1, round(replies)), given, float(np.mean(waits or 0.0)))
 
 
 def _trainer(run: RunRecords, measured: Measured) -> TrainerModel:

@@ -25,7 +25,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from megatron_rl.protocol.types import VersionSpan
+from megatron_rl.protocol.rollout import ConversationTurn, VersionSpan
 from megatron_rl.simulation.workload import Reply
 
 RESERVE_TOKENS = 512
@@ -76,8 +76,12 @@ class Request:
     """When its reply was requested of the engine."""
     cached: int = 0
     """Of `generated`: tokens in the prefix cache when it joins."""
+    reply_start: int = 0
+    """The first token of its reply; `tokens` is the end."""
     later: list[Reply] = field(default_factory=list)
-    """Further replies; `tokens` is the end of this one."""
+    """Further replies."""
+    turns: list[ConversationTurn] = field(default_factory=list)
+    """The finished replies of a conversation."""
     starts: list[tuple[int, int]] = field(default_factory=list)
     """(policy version, its first completion token)."""
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.protocol.rollout_files import RolloutRecord
 from megatron_rl.simulation.engine import EngineModel
-from megatron_rl.simulation.records import RunRecords
+from megatron_rl.simulation.records import RunRecords, Sampled, sampled
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,10 @@ class FittedEngine:
 
 def fit_engine(run: RunRecords) -> FittedEngine:
     """Fit seconds per iteration, running completion and cached token by least squares."""
-    by_engine: defaultdict[str, list[RolloutRecord]] = defaultdict(list)
+    by_engine: defaultdict[str, list[Sampled]] = defaultdict(list)
     for record in run.rollouts:
-        by_engine[record.generator].append(record)
-    parts = [_iterations(run, records) for records in by_engine.values()]
+        by_engine[record.generator] += sampled(record)
+    parts = [_iterations(run, work) for work in by_engine.values()]
     steps, seconds, columns = (np.concatenate(part) for part in zip(*parts, strict=True))
     running = columns[:, 1]
     # Completions that ran together share iterations; each iteration counts once.
@@ -48,20 +47,14 @@ def fit_engine(run: RunRecords) -> FittedEngine:
     return FittedEngine(model, *_middle(running, share))
 
 
-def _iterations(
-    run: RunRecords, records: list[RolloutRecord]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _iterations(run: RunRecords, work: list[Sampled]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """([completions] iterations, [completions] seconds of one, [completions, 3] columns).
 
     Columns of the fit: 1, running completions, cached tokens.
     """
-    leased = np.array([r.times.leased for r in records])
-    first_token_s = np.array([r.times.first_token_s for r in records])
-    starts = leased + np.maximum(0.0, first_token_s)
-    ends = np.array([r.times.done for r in records])
-    tokens = np.array([r.tokens for r in records])
-    steps = tokens - (first_token_s >= 0)
-    load = LoadCurve(leased, ends, np.array([r.prompt_tokens for r in records]), tokens)
+    asked, starts, ends, prompts, tokens = map(np.array, zip(*work, strict=True))
+    steps = tokens - (starts > asked)
+    load = LoadCurve(asked, ends, prompts, tokens)
     used = (ends > starts) & (steps > 0) & (ends > run.began_at) & (ends < run.ended_at)
     starts, ends, steps = starts[used], ends[used], steps[used]
     running, kv = load.means(starts, ends)

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 
+from megatron_rl.protocol.rollout import ConversationTurn
 from megatron_rl.protocol.types import (
     Cancel,
     GeneratorReady,
@@ -191,7 +192,8 @@ class Fleet:
         reply, now, engine = request.later.pop(0), self._run.now, generator.engine
         # Each version of the weights has its own prefix cache.
         request.cached = request.tokens if request.starts[-1][0] == engine.version else 0
-        request.generated, request.tokens, request.asked_at = reply.start, reply.end, now
+        request.generated = request.reply_start = reply.start
+        request.tokens, request.asked_at = reply.end, now
         self._count_time(generator)
         engine.add(request, now)
         self._changed(generator)
@@ -199,6 +201,12 @@ class Fleet:
     def _hand_over(self, generator: Generator, request: Request) -> None:
         now, limit_s = self._run.now, self._run.config.generator.request_timeout_s
         is_late = now - request.asked_at > limit_s
+        if request.later or request.turns:
+            turn = ConversationTurn(
+                request.reply_start, request.tokens, len(request.turns) - 1, [], "",
+                request.asked_at - request.leased_at, now - request.leased_at,
+            )  # fmt: skip
+            request.turns.append(turn)
         if request.later and not is_late:
             next_reply = partial(self._go_on, generator, generator.session, request)
             self._run.later(request.later[0].wait_s, next_reply)
@@ -217,6 +225,7 @@ class Fleet:
             request.spans(),
             prompt_tokens=request.prompt_tokens,
             is_cut=request.tokens >= self._cap,
+            turns=request.turns,
         )
         self._run.say(PROMPTS, generator.name, RolloutDone(rollout))
 

@@ -19,6 +19,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.prompt import ChatMessage, Prompt
+from megatron_rl.protocol.rollout import ConversationTurn
 from megatron_rl.protocol.types import AnyMessage, MinibatchShare, Rollout, VersionSpan
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.batches import MinibatchPlan
@@ -132,8 +133,9 @@ _LOGPROB = np.zeros((), np.float32)
 
 
 def make_rollout(
-    lease_id: int, index: int, spans: list[VersionSpan], *, prompt_tokens: int, is_cut: bool
-) -> Rollout:
+    lease_id: int, index: int, spans: list[VersionSpan], *, prompt_tokens: int, is_cut: bool,
+    turns: list[ConversationTurn],
+) -> Rollout:  # fmt: skip
     """A rollout whose arrays take no memory; its text is its index in the group."""
     tokens = spans[-1].end
     return Rollout(
@@ -145,4 +147,5 @@ def make_rollout(
         spans,
         "length" if is_cut else "stop",
         str(index),
+        conversation=turns,
     )

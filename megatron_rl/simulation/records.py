@@ -8,7 +8,7 @@ further group opens.
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,18 @@ class Measured:
     steps: int
 
 
+class Sampled(NamedTuple):
+    """A completion, or a reply of a conversation, in its engine."""
+
+    asked: float
+    first_token: float
+    """The same as `asked` if it is not known."""
+    done: float
+    """Unix seconds."""
+    prompt_tokens: int
+    tokens: int
+
+
 @dataclass(frozen=True)
 class RunRecords:
     """A run and its steady-state steps."""
@@ -66,6 +78,22 @@ class RunRecords:
             for record in self.rollouts
             if record.times is not None and self.began_at <= record.times.done <= self.ended_at
         ]
+
+
+def sampled(record: RolloutRecord) -> list[Sampled]:
+    """What its engine sampled of a rollout with times."""
+    times, prompt = record.times, record.prompt_tokens
+    assert times is not None
+    if not record.conversation:
+        first = times.leased + max(0.0, times.first_token_s)
+        return [Sampled(times.leased, first, times.done, prompt, record.tokens)]
+    found = []
+    for turn in record.conversation:
+        asked, done = times.leased + turn.asked_s, times.leased + turn.replied_s
+        row = max((at for at in record.row_starts if at <= prompt + turn.start), default=0)
+        before = prompt + turn.start - row
+        found.append(Sampled(asked, asked, done, before, turn.end - turn.start))
+    return found
 
 
 def read_run(run_dir: Path) -> RunRecords:
@@ -126,10 +154,10 @@ def measure(run: RunRecords) -> Measured:
 
 
 def _idle_share(run: RunRecords) -> float:
-    """Share of time that a generator had no lease, over all generators."""
+    """Share of time that an engine had nothing to sample, over all generators."""
     spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for record in run.rollouts:
-        spans[record.generator].append((record.times.leased, record.times.done))
+        spans[record.generator] += [(one.asked, one.done) for one in sampled(record)]
     length = run.ended_at - run.began_at
     idle = 0.0
     for intervals in spans.values():

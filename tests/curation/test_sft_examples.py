@@ -11,15 +11,19 @@ import pytest
 from megatron_rl.cli.main import main
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.thinking import ThinkTags
+from megatron_rl.curation.rows import encode_lines
 from megatron_rl.curation.sft_examples import (
     Mined,
     SftExampleOptions,
     mine_sft_examples,
     read_training_rollouts,
 )
-from megatron_rl.protocol.rollout_files import RolloutRecord
-from megatron_rl.protocol.types import ChatMessage, Prompt
-from megatron_rl.trainer.sft_dataset import SftExample, read_sft_dataset
+from megatron_rl.protocol.rollout import ConversationTurn, GivenMessage, given_ranges
+from megatron_rl.protocol.rollout_files import RecordedSpan, RolloutRecord
+from megatron_rl.protocol.types import ChatMessage, Prompt, Rollout
+from megatron_rl.trainer.sft_dataset import SftExample, read_sft_dataset, tokenize
+from tests.generation.test_episodes import ScriptedEngine, play
+from tests.protocol.real_templates import open_model
 
 NO_INSTRUCTIONS = {"instruction_share": 0.0}
 
@@ -61,6 +65,46 @@ def test_each_rule_drops_what_it_names() -> None:
     assert example.messages == [ChatMessage("user", "q")] and example.task == "math"
     with pytest.raises(InputError, match="none of 1 rollouts is left: 1 early"):
         mine(record("q"), step=4, first_step=5)
+
+
+TURNS = [
+    ConversationTurn(0, 4, -1, [GivenMessage("user", "q")], "<think>1</think>a", 0.0, 1.0),
+    ConversationTurn(9, 12, 0, [GivenMessage("user", "and?")], "<think>2</think>b", 2.0, 3.0),
+]
+
+
+def test_a_conversation_of_one_chat_teaches_all_its_replies(tmp_path: Path) -> None:
+    [example] = mine(record("q", tokens=12, conversation=TURNS)).rows
+    assert [(said.role, said.content) for said in example.messages] == [
+        ("user", "q"), ("assistant", "<think>1</think>a"), ("user", "and?"),
+    ]  # fmt: skip
+    assert (example.response, example.learns_all) == ("<think>2</think>b", True)
+    path = tmp_path / "sft.jsonl"
+    path.write_text(encode_lines([example]))
+    assert read_sft_dataset(path) == [example]
+    opened = record("q", conversation=TURNS, prompt_tail="<think>\n")
+    assert mine(opened).rows[0].response == "<think><think>2</think>b"
+    called = msgspec.structs.replace(TURNS[1], given=[GivenMessage("tool", "3", "add")])
+    chats = msgspec.structs.replace(TURNS[1], follows=-1)
+    outcome = mine(
+        record("q"), record("q", conversation=[TURNS[0], called]),
+        record("q", conversation=[TURNS[0], chats]),
+        record("q", spans=[RecordedSpan(0, 0, 4), RecordedSpan(0, 9, 100)]),
+    )  # fmt: skip
+    assert outcome.report.dropped == {"other_roles": 1, "several_chats": 1, "conversation": 1}
+
+
+def test_a_mined_conversation_has_the_tokens_that_the_policy_sampled(tmp_path: Path) -> None:
+    renderer = open_model(tmp_path / "model", "qwen2.5")
+    words = iter(["one", "two  \n", "three 🙂"])
+    [rollout] = play(tmp_path, ScriptedEngine(renderer, lambda _: next(words)), "count")
+    assert isinstance(rollout, Rollout)
+    fields = {"tokens": len(rollout.token_ids), "task": "sums", "text": rollout.text}
+    outcome = mine(record("p", conversation=rollout.conversation, **fields))
+    [sequence] = tokenize(outcome.rows, renderer)
+    whole = [*rollout.prompt_ids.tolist(), *rollout.token_ids.tolist()]
+    assert sequence.token_ids.tolist() == whole
+    assert sequence.given == given_ranges(rollout.spans)
 
 
 def test_a_problem_gives_at_most_its_cap_the_same_ones_for_the_same_seed() -> None:

@@ -129,6 +129,14 @@ def test_rows_are_what_the_engine_saw_and_only_its_tokens_are_learnt(
     given = [rollout.token_ids[start:end].tolist() for start, end in given_ranges(rollout.spans)]
     assert "heard one" in renderer.decode(given[0]) and "heard two" in renderer.decode(given[1])
     assert all(not rollout.logprobs[start:end].any() for start, end in given_ranges(rollout.spans))
+    said = [(turn.follows, turn.given[0].content, turn.text) for turn in rollout.conversation]
+    assert said == [
+        (-1, "begin", "one"), (0, "heard one", "two  \n"), (1, "heard two", "three 🙂")
+    ]  # fmt: skip
+    ranges = [(turn.start, turn.end) for turn in rollout.conversation]
+    assert ranges == [(span.start, span.end) for span in rollout.spans]
+    times = [at for turn in rollout.conversation for at in (turn.asked_s, turn.replied_s)]
+    assert times == sorted(times)
     assert rollout.turns == 3 and rollout.score.reward == 0.5
     assert rollout.score.parts == {"turns": 0.2, "environment": 0.3}
 
@@ -144,6 +152,8 @@ def test_branches_and_new_conversations_are_rows_of_one_rollout(
     # The first reply stands in two rows, and is learnt in one.
     assert [row[: len(first)] == first for row in rows_of(rollout)].count(True) == 2
     assert len(rollout.spans) == 4 and sorted(s.version for s in rollout.spans) == [1, 2, 3, 4]
+    asked = [(turn.follows, turn.given[-1].content) for turn in rollout.conversation]
+    assert asked == [(-1, "begin"), (0, "left"), (0, "right"), (-1, "a summary")]
 
 
 def test_a_fork_of_a_fork_shares_all_that_was_said(tmp_path: Path, renderer: Renderer) -> None:

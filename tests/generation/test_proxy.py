@@ -173,12 +173,10 @@ def rendered(renderer: Renderer, *texts: str, tools: Any = ()) -> str:
 
 
 def without_times(rollout: Rollout) -> Any:
+    turns = [msgspec.structs.replace(one, asked_s=0, replied_s=0) for one in rollout.conversation]
     values = msgspec.structs.asdict(rollout)
-    return {
-        name: value.tolist() if isinstance(value, np.ndarray) else value
-        for name, value in values.items()
-        if name not in ("first_token_s", "environment_s")
-    }
+    arrays = {name: one.tolist() for name, one in values.items() if isinstance(one, np.ndarray)}
+    return values | arrays | {"conversation": turns, "first_token_s": 0.0, "environment_s": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from megatron_rl.simulation.machines import (
 )
 from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.records import measure, read_run
-from megatron_rl.simulation.workload import LogNormalLengths, PassRates, Workload
+from megatron_rl.simulation.workload import Conversation, LogNormalLengths, PassRates, Workload
 from tests.simulation.clusters import config_of
 
 TRUTH = ClusterModel(
@@ -173,3 +173,25 @@ def test_another_layout_than_the_runs_is_refused(fitted: Calibration) -> None:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no run"):
         read_run(tmp_path)
+
+
+def test_conversations_are_fitted_by_their_replies(tmp_path: Path) -> None:
+    spoken = Conversation(replies=4, given_share=0.25, environment_s=1.5)
+    workload = dataclasses.replace(WORKLOAD, conversation=spoken)
+    config = setting(environments={"max_episodes": 64}, staleness=2)
+    record(tmp_path, config, workload=workload)
+    run = read_run(tmp_path)
+    fitted, found = calibrate(run), measure(run)
+    # The engine's costs are those of runs without environments: waits count for nothing.
+    for running, kv in ((8, 1400), (24, 4000)):
+        expected = TRUTH.engine.iteration_s(running, kv)
+        assert fitted.fitted.engine.iteration_s(running, kv) == pytest.approx(expected, rel=0.1)
+    talk = fitted.workload.conversation
+    assert (talk.replies, talk.given_share) == (4, pytest.approx(0.25, abs=0.02))
+    assert talk.environment_s == pytest.approx(1.5, rel=0.1)
+    expected = truth(config, workload=workload)
+    assert found.generator_idle == pytest.approx(expected.generator_idle, abs=0.03)
+    other = setting(environments={"max_episodes": 16}, staleness=2)
+    guess, real = predicted(fitted, other, workload), truth(other, workload=workload)
+    assert guess.step_s == pytest.approx(real.step_s, rel=0.1)
+    assert real.step_s > 1.1 * expected.step_s

@@ -22,6 +22,20 @@ from tests.observe.viewer.made_up import record, write
 TAGS = ThinkTags(open="[T]", close="[/T]")
 
 
+CONVERSATION = [
+    {"start": 0, "end": 2, "follows": -1, "given": [{"role": "user", "content": "<b>7?"}],
+     "text": "call", "asked_s": 0.25, "replied_s": 1.0},
+    {"start": 5, "end": 7, "follows": 0, "text": "<i>eight", "asked_s": 2.0, "replied_s": 3.0,
+     "given": [{"role": "tool", "name": "add", "content": "8"}]},
+]  # fmt: skip
+
+
+SHOWN = (
+    "user<b>7?|policy | reply 1, version 3, 2 tokens, 0.25 to 1 scall"
+    "|tool add8|policy | reply 2, version 4, 2 tokens, 2 to 3 s<i>eight"
+)
+
+
 @contextmanager
 def served(run_dir: Path, database: Path) -> Iterator[str]:
     """The viewer's address, while it is served by a thread."""
@@ -59,6 +73,7 @@ def address(tmp_path: Path) -> Iterator[str]:
     rows[3] |= {"text": "[T]one <b>[/T]two"}
     rows[4] |= {"text": "three[/T]four", "prompt_tail": "x[T]\n"}
     rows[5] |= {"text": "five [T]six"}
+    rows[7] |= {"text": "whole", "spans": [[3, 0, 2], [4, 5, 7]], "conversation": CONVERSATION}
     write(folder / "step_000000.jsonl", rows)
     with served(tmp_path / "run", tmp_path / "x.sqlite") as found:
         yield found
@@ -151,6 +166,13 @@ async def walk(address: str, profile: Path) -> None:
         for shown in ("three", "six"):
             await page.press("]")
             await page.until(f"{dimmed} === '{shown}'")
+        await page.press("]")
+        await page.until(f"{text} === 'answer 6'")
+        await page.press("]")
+        parts = "[...document.querySelectorAll('#text > div')].map(one => one.textContent)"
+        await page.until(f"{parts}.join('|') === {json.dumps(SHOWN)}")
+        await page.press("m")
+        await page.until(f"{text} === 'whole'")
         await page.press("Escape")
         assert await page.value("document.getElementById('detail').hidden")
         await page.press("/")

@@ -6,7 +6,8 @@ const RANGES = ["step", "reward", "tokens", "staleness"];
 const GIVEN = -2; // the version of a token that the policy did not sample
 const COLOURS = ["none", "logprob", "gap", "entropy", "version", "advantage"];
 const at = (id) => document.getElementById(id);
-const state = { offset: 0, total: 0, rows: [], chosen: -1, open: null, colour: "none", asked: 0 };
+const state = { offset: 0, total: 0, rows: [], chosen: -1, open: null, colour: "none", asked: 0,
+  isWhole: false };
 
 async function ask(path) {
   const answer = await fetch(path, { credentials: "omit" });
@@ -110,21 +111,50 @@ function showText() {
   const { record, tokens, why_no_tokens } = state.open;
   const text = at("text");
   const isPlain = state.colour === "none";
-  if (!tokens || (isPlain && !tokens.versions.includes(GIVEN))) {
+  if (record.conversation && !state.isWhole) {
+    text.replaceChildren(...turnsOf(record, tokens));
+  } else if (!tokens || (isPlain && !tokens.versions.includes(GIVEN))) {
     const [from, to] = thoughts(record.text, record.prompt_tail);
     const dimmed = element("span", record.text.slice(from, to), "thoughts");
     text.replaceChildren(record.text.slice(0, from), dimmed, record.text.slice(to));
   } else {
-    const known = isPlain ? tokens.texts.map(() => "transparent") : shades(tokens);
-    text.replaceChildren(...tokens.texts.map((piece, i) => {
-      const isGiven = tokens.versions[i] === GIVEN;
-      const span = element("span", piece, isGiven ? "given" : null);
-      span.style.backgroundColor = isGiven ? "transparent" : known[i];
-      span.title = whatOf(tokens, i);
-      return span;
-    }));
+    text.replaceChildren(...coloured(tokens, 0, tokens.texts.length));
   }
   at("colours").textContent = `colour by (c): ${state.colour}${whyNot(tokens, why_no_tokens)}`;
+}
+
+function coloured(tokens, from, to) {
+  const known = state.colour === "none" ? [] : shades(tokens);
+  return tokens.texts.slice(from, to).map((piece, place) => {
+    const i = from + place;
+    const isGiven = tokens.versions[i] === GIVEN;
+    const span = element("span", piece, isGiven ? "given" : null);
+    span.style.backgroundColor = isGiven ? "transparent" : known[i] ?? "transparent";
+    span.title = whatOf(tokens, i);
+    return span;
+  });
+}
+
+// The messages of a conversation, by role; the policy's replies with their tokens.
+function turnsOf(record, tokens) {
+  return record.conversation.flatMap((turn, place) => {
+    const versions = record.spans.filter(([, from, to]) => from < turn.end && turn.start < to);
+    const said = `policy | reply ${place + 1}, version ${versions.map(([one]) => one).join(", ")}, ` +
+      `${turn.end - turn.start} tokens, ${number(turn.asked_s)} to ${number(turn.replied_s)} s`;
+    const isNext = turn.follows === place - 1;
+    const chat = turn.follows < 0 ? "another chat" : `after reply ${turn.follows + 1}`;
+    return [
+      ...(isNext ? [] : [element("div", chat, "chat")]),
+      ...turn.given.map((one) => message(one.name ? `${one.role} ${one.name}` : one.role, [one.content], "given")),
+      message(said, tokens ? coloured(tokens, turn.start, turn.end) : [turn.text], "reply"),
+    ];
+  });
+}
+
+function message(label, content, className) {
+  const made = element("div", null, className);
+  made.append(element("div", label, "role"), ...content);
+  return made;
 }
 
 // Where the thoughts begin and end; the prompt may open them, and they may not be closed.
@@ -214,6 +244,7 @@ const KEYS = {
   Escape: () => { at("detail").hidden = true; state.open = null; },
   n: () => turn(1), p: () => turn(-1), "[": () => moveInGroup(-1), "]": () => moveInGroup(1),
   "/": () => at("search").focus(),
+  m: () => { state.isWhole = !state.isWhole; if (state.open) showText(); },
   c: () => {
     state.colour = COLOURS[(COLOURS.indexOf(state.colour) + 1) % COLOURS.length];
     if (state.open) showText();
