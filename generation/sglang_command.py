@@ -161,7 +161,7 @@ def _family_flags(model: Path) -> list[str]:
     if family is not None and family.experts is not None and family.experts.shared:
         # It would store the shared expert as one more routed expert, on CUDA alone.
         flags.append("--disable-shared-experts-fusion")
-    if family is not None and family.experts is not None and family.experts.is_fused:
+    if family is not None and family.pairs_units:
         # Its own choice for these experts, triton_kernel, stores them transposed.
         flags.append("--moe-runner-backend=triton")
     if family is not None and family.has_sinks and sglang_cpu.is_needed():

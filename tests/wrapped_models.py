@@ -40,6 +40,16 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         },
         **_IDS,
     },
+    "Qwen3VLMoe": {
+        "text_config": {
+            "head_dim": 32, "rope_parameters": {**_MROPE, "mrope_section": [6, 5, 5]},
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        },
+        "vision_config": {
+            **_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+        },
+        **_IDS,
+    },
 }  # fmt: skip
 """transformers' name of a family without `ForConditionalGeneration` -> its configuration; but
 Ministral3 is a Mistral3 with another text model."""
@@ -53,8 +63,9 @@ RENAMED = {
     "Mistral3": _MISTRAL3,
     "Ministral3": _MISTRAL3,
     "Qwen2_5_VL": (("model.", "model.language_model."), ("visual.", "model.visual.")),
+    "Qwen3VLMoe": (),
 }
-"""What a file of a newer spelling says for what transformers 5 writes; see `respell`."""
+"""What a file of another spelling says for what transformers 5 writes; see `respell`."""
 
 
 def class_of(kind: str) -> str:
@@ -89,7 +100,7 @@ def write_wrapped(
 
 
 def respell(folder: Path, kind: str) -> None:
-    """Rename the tensors of a folder to the other spelling that is about."""
+    """Rename the tensors of a folder to the other spelling that is about, and transpose experts."""
     tensors = load_file(folder / "model.safetensors")
 
     def other(name: str) -> str:
@@ -98,5 +109,8 @@ def respell(folder: Path, kind: str) -> None:
                 return ours + name.removeprefix(theirs)
         return name
 
-    renamed = {other(name): tensor for name, tensor in tensors.items()}
+    renamed = {
+        other(name): tensor.mT.contiguous() if ".experts." in name else tensor
+        for name, tensor in tensors.items()
+    }
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})

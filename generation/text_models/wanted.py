@@ -1,6 +1,7 @@
 """SGLang's class of a text model, under the architecture of the folder's config.json."""
 
 import importlib
+import itertools
 import json
 import os
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from generation.text_models import FOLDER_VARIABLE
+from megatron_rl.weights.folders.fused_experts import each_expert
 from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.rope import read_rope
 from megatron_rl.weights.layout.shape import ModelShape, read_shape
@@ -65,7 +67,12 @@ def text_classes(folder: Path) -> list[type]:
         if wrapper is None:
             return base.load_weights(self, weights)
         named = ((wrapper.text_name(name), tensor) for name, tensor in weights)
-        return base.load_weights(self, ((name, tensor) for name, tensor in named if name))
+        text = ((name, tensor) for name, tensor in named if name)
+        if table.fuses_experts:
+            # SGLang's class of the text model reads experts one by one.
+            parts = (each_expert(name, tensor, shape) for name, tensor in text)
+            text = itertools.chain.from_iterable(parts)
+        return base.load_weights(self, text)
 
     changes = {"__init__": start, "load_weights": load_weights}
     if shape.sliding_window:

@@ -23,6 +23,7 @@ KEPT = {
     "Mistral3": ("vision_tower.", "multi_modal_projector."),
     "Ministral3": ("vision_tower.", "multi_modal_projector."),
     "Qwen3VL": ("model.visual.",),
+    "Qwen3VLMoe": ("model.visual.",),
     "Olmo2": (),
     "Glm4Moe": (".e_score_correction_bias",),
     "DeepseekV3": (".e_score_correction_bias",),
@@ -32,7 +33,7 @@ KEPT = {
 }
 """Parts of the names of tensors that are not trained."""
 ROUTED = ["parallel.sequence=true", "train.router_replay=true"]
-SETTINGS = {"Glm4Moe": ROUTED, "DeepseekV3": ROUTED, "GptOss": ROUTED}
+SETTINGS = {"Glm4Moe": ROUTED, "DeepseekV3": ROUTED, "GptOss": ROUTED, "Qwen3VLMoe": ROUTED}
 OPTIONS: dict[str, dict[str, Any]] = {
     "Glm4Moe": GLM4_MOE,
     "GptOss": GPT_OSS,
@@ -57,7 +58,7 @@ IMAGES: dict[str, dict[str, Any]] = {
         "mm_token_type_ids": torch.tensor([[0, 1, 0, 0]]),
     },
 }
-IMAGES["Ministral3"] = IMAGES["Mistral3"]
+IMAGES |= {"Ministral3": IMAGES["Mistral3"], "Qwen3VLMoe": IMAGES["Qwen3VL"]}
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
          "num_attention_heads", "num_key_value_heads", "max_position_embeddings")  # fmt: skip
 

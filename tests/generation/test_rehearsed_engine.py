@@ -81,6 +81,10 @@ MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int]] = {
                    {"tie_word_embeddings": True}, 3_075_098_624),
     "Phi-4": ("Phi3", (5120, 40, 40, 10, 100352, 17920), {}, 14_659_507_200),
     "Qwen2.5-VL-7B": ("Qwen2_5_VL", (3584, 28, 28, 4, 152064, 18944), {}, 7_615_616_512),
+    "Qwen3-VL-30B-A3B": (
+        "Qwen3VLMoe", (2048, 48, 32, 4, 151936, 6144), {**EXPERTS, "moe_intermediate_size": 768},
+        30_532_122_624,
+    ),
     "Qwen3-VL-8B": ("Qwen3VL", (4096, 36, 32, 8, 151936, 12288), {}, 8_190_735_360),
 }  # fmt: skip
 WRAPPERS = {
@@ -88,6 +92,7 @@ WRAPPERS = {
     "Ministral3": ("Mistral3", "mistral3", "ministral3"),
     "Qwen2_5_VL": ("Qwen2_5_VL", "qwen2_5_vl", "qwen2_5_vl_text"),
     "Qwen3VL": ("Qwen3VL", "qwen3_vl", "qwen3_vl_text"),
+    "Qwen3VLMoe": ("Qwen3VLMoe", "qwen3_vl_moe", "qwen3_vl_moe_text"),
 }
 """Class, its type and that of the text model."""
 TYPES = {"Mistral": "mistral", "Llama": "llama", "Qwen2": "qwen2", "Qwen3Moe": "qwen3_moe",
@@ -135,9 +140,9 @@ def held_elements(name: str, ranks: int) -> int:
     on_all = layers * 2 * hidden + hidden
     if family in ("Olmo2", "Olmo3"):
         on_all += layers * 2 * hidden
-    if family in ("Qwen3Moe", "Qwen3VL"):
+    if family in ("Qwen3Moe", "Qwen3VL", "Qwen3VLMoe"):
         on_all += layers * 2 * head_dim
-    if family == "Qwen3Moe":
+    if family in ("Qwen3Moe", "Qwen3VLMoe"):
         on_all += layers * EXPERTS["num_experts"] * hidden
     if family == "Glm4Moe":
         on_all += (layers - 1) * GLM["n_routed_experts"] * hidden

@@ -1,21 +1,25 @@
-"""Experts that files hold in one tensor of each kind, as gpt-oss's, and their names elsewhere.
+"""Experts that files hold in one tensor of each kind, and their names elsewhere.
 
-Used by trainer ranks and by conversions. Everywhere but in files, each expert has `gate_proj`,
-`up_proj` and `down_proj` of a gated MLP, as a Linear has them. A file has, for each layer:
+Used by trainer ranks, by conversions, and by engines that read a folder. Everywhere but in files,
+each expert has `gate_proj`, `up_proj` and `down_proj` of a gated MLP, as a Linear has them. A file
+of gpt-oss or Qwen3-VL has, for each layer:
 
 | tensor | shape |
 |---|---|
-| `gate_up_proj` | [experts, hidden, 2 * units], gate and up of each unit side by side |
+| `gate_up_proj` | [experts, hidden, 2 * units]; `Experts.fused` says in which order |
 | `gate_up_proj_bias` | [experts, 2 * units] |
 | `down_proj` | [experts, units, hidden] |
 | `down_proj_bias` | [experts, hidden] |
 
-Published folders have `*_blocks` and `*_scales` instead of the two matrices: MXFP4 (OCP
-Microscaling Formats 1.0), of which 32 inputs of an output share a power of two.
+transformers 5 writes matrices of Qwen3-VL that are not transposed, and reads both. Where the sizes
+do not tell, it takes a matrix as not transposed, and so do we. gpt-oss alone has biases. Its files
+have, as published, `*_blocks` and `*_scales` instead of the two matrices: MXFP4 (OCP Microscaling
+Formats 1.0), of which 32 inputs of an output share a power of two.
 """
 
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +34,8 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)$
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes by the lower three bits of a code; the fourth is the sign."""
 _SCALE_BIAS = 127
-_PARTS = 6
-"""Tensors of an expert."""
+_PARTS = 3
+"""Matrices of an expert; gpt-oss has as many biases."""
 
 
 class _Matrices:
@@ -47,8 +51,8 @@ class _Matrices:
         return self._whole[expert : expert + 1, :, first:last][0].T
 
 
-class _Biases:
-    """The same of biases: [experts, out]."""
+class _Rows:
+    """The same of biases, [experts, out], and of matrices that are not transposed."""
 
     def __init__(self, whole: Any) -> None:
         self._whole = whole
@@ -89,11 +93,10 @@ def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
 class ExpertSlice:
     """A tensor of one expert, with what safetensors' lazy slices have; see the module's table."""
 
-    fused: _Matrices | _Biases | _Quantised
+    fused: _Matrices | _Rows | _Quantised
     expert: int
-    start: int
-    step: int
-    """Its rows are every `step`-th one from `start`."""
+    place: slice
+    """Its rows of the fused tensor."""
 
     def get_dtype(self) -> str:
         """In safetensors' words."""
@@ -102,14 +105,14 @@ class ExpertSlice:
     def get_shape(self) -> list[int]:
         """Of the expert alone."""
         _, rows, *columns = self.fused.shape
-        return [rows // self.step, *columns]
+        return [len(range(rows)[self.place]), *columns]
 
     def __getitem__(self, index: Any) -> Tensor:
         """The part that slices of rows, or of rows and columns, name."""
         rows, *columns = index if isinstance(index, tuple) else (index,)
-        first, last, _ = rows.indices(self.get_shape()[0])
-        found = self.fused.rows(self.expert, first * self.step, last * self.step)
-        return found[self.start :: self.step][(slice(None), *columns)]
+        asked = range(self.fused.shape[1])[self.place][rows]
+        found = self.fused.rows(self.expert, asked.start, asked.stop)
+        return found[:: asked.step][(slice(None), *columns)]
 
 
 def is_mxfp4(config: Mapping[str, Any]) -> bool:
@@ -119,30 +122,68 @@ def is_mxfp4(config: Mapping[str, Any]) -> bool:
 
 def split_experts(tensors: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
     """A folder's lazy slices with those of experts one by one; tensors that are odd stay."""
-    found = dict(tensors)
+    found, places = dict(tensors), _places(shape)
     for layer in range(shape.layers):
         name = f"model.layers.{layer}.mlp.experts"
         for part in ("gate_up", "down"):
-            for kind, fused in _of_kind(found, f"{name}.{part}_proj"):
-                pair = (("gate", 0, 2), ("up", 1, 2)) if part == "gate_up" else (("down", 0, 1),)
+            for kind, fused in _of_kind(found, f"{name}.{part}_proj", shape):
                 for expert in range(fused.shape[0]):
-                    for word, start, step in pair:
+                    for word in ("gate", "up") if part == "gate_up" else ("down",):
                         own = f"{name}.{expert}.{word}_proj.{kind}"
-                        found[own] = ExpertSlice(fused, expert, start, step)
+                        found[own] = ExpertSlice(fused, expert, places[word])
     return found
 
 
+def each_expert(name: str, tensor: Tensor, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    """The weights of each expert of a file's whole matrix; any other tensor as it is."""
+    block, mark, part = name.rpartition(".experts.")
+    words = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.get(part)
+    if not mark or words is None:
+        yield name, tensor
+        return
+    matrices = tensor if _is_plain(tensor.shape, part, shape) else tensor.mT
+    for expert, matrix in enumerate(matrices):
+        for word in words:
+            yield f"{block}.experts.{expert}.{word}_proj.weight", matrix[_places(shape)[word]]
+
+
+def _is_plain(size: Sequence[int], part: str, shape: ModelShape) -> bool:
+    """Whether a file's tensor of all experts is not transposed. part: the end of its name."""
+    if FAMILIES[shape.architecture].pairs_units:
+        return False
+    is_down = part.endswith("down_proj")
+    rows, columns = (shape.hidden, shape.moe_ffn) if is_down else (2 * shape.moe_ffn, shape.hidden)
+    return tuple(size[1:]) == (rows, columns)
+
+
+def keeps_rows(tensors: Mapping[str, Any]) -> bool:
+    """Whether the experts of `split_experts` are from files that are not transposed."""
+    found = (one for one in tensors.values() if isinstance(one, ExpertSlice))
+    return any(isinstance(one.fused, _Rows) for one in itertools.islice(found, 1))
+
+
+def _places(shape: ModelShape) -> dict[str, slice]:
+    """Where an expert's gate, up and down lie among the outputs of the fused tensors."""
+    if FAMILIES[shape.architecture].pairs_units:
+        pair = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+    else:
+        pair = {"gate": slice(shape.moe_ffn), "up": slice(shape.moe_ffn, None)}
+    return pair | {"down": slice(None)}
+
+
 def _of_kind(
-    tensors: dict[str, Any], name: str
-) -> Iterator[tuple[str, _Matrices | _Biases | _Quantised]]:
+    tensors: dict[str, Any], name: str, shape: ModelShape
+) -> Iterator[tuple[str, _Matrices | _Rows | _Quantised]]:
     """Takes the tensors of one projection out of a folder's."""
     ranks = {key: len(one.get_shape()) for key, one in tensors.items() if key.startswith(name)}
     if ranks.get(f"{name}_blocks") == 4 and ranks.get(f"{name}_scales") == 3:
         yield "weight", _Quantised(tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales"))
     elif ranks.get(name) == 3:
-        yield "weight", _Matrices(tensors.pop(name))
+        whole = tensors.pop(name)
+        is_plain = _is_plain(whole.get_shape(), name, shape)
+        yield "weight", _Rows(whole) if is_plain else _Matrices(whole)
     if ranks.get(f"{name}_bias") == 2:
-        yield "bias", _Biases(tensors.pop(f"{name}_bias"))
+        yield "bias", _Rows(tensors.pop(f"{name}_bias"))
 
 
 def file_name(name: str, shape: ModelShape) -> str:
@@ -156,13 +197,13 @@ def file_name(name: str, shape: ModelShape) -> str:
 
 
 def fuse_experts(
-    tensors: Iterable[tuple[str, Tensor]], shape: ModelShape
+    tensors: Iterable[tuple[str, Tensor]], shape: ModelShape, *, is_plain: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors, in the order of `hf_shapes`, with experts as files hold them.
 
-    Holds those of one layer, which come when its last expert is there.
+    is_plain: not transposed. Holds those of one layer, which come when its last expert is there.
     """
-    fuses_experts = FAMILIES[shape.architecture].fuses_experts
+    fuses_experts, places = FAMILIES[shape.architecture].fuses_experts, _places(shape)
     held: dict[str, Tensor] = {}
     missing = 0
     for name, tensor in tensors:
@@ -172,18 +213,22 @@ def fuse_experts(
             continue
         block, expert, word, kind = found.groups()
         if not held:
-            held = _empty(block, shape, tensor.dtype)
-            missing = _PARTS * shape.experts
+            held = _empty(block, shape, tensor.dtype, is_plain=is_plain)
+            missing = _PARTS * (1 + shape.has_biases) * shape.experts
         whole = held[file_name(name, shape)][int(expert)]
-        place = whole if word == "down" else whole[..., int(word == "up") :: 2]
-        place.copy_(tensor.T if kind == "weight" else tensor)
+        rows = whole if is_plain or kind == "bias" else whole.T
+        rows[places[word]].copy_(tensor)
         missing -= 1
         if not missing:
             yield from held.items()
             held = {}
 
 
-def _empty(block: str, shape: ModelShape, dtype: torch.dtype) -> dict[str, Tensor]:
+def _empty(
+    block: str, shape: ModelShape, dtype: torch.dtype, *, is_plain: bool
+) -> dict[str, Tensor]:
     """The tensors of a layer as files have them, in host memory, not filled yet."""
-    sizes = fused_shapes(block, shape)
-    return {name: torch.empty(size, dtype=dtype) for name, size in sizes.items()}
+    found = {}
+    for name, (experts, *size) in fused_shapes(block, shape).items():
+        found[name] = torch.empty((experts, *(size[::-1] if is_plain else size)), dtype=dtype)
+    return found

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.disk_room import os_errors_of, write_when_room
 from megatron_rl.protocol.weight_files import INDEX, SINGLE, whole_weight_files
-from megatron_rl.weights.folders.fused_experts import fuse_experts
+from megatron_rl.weights.folders.fused_experts import fuse_experts, keeps_rows
 from megatron_rl.weights.folders.scaled_fp8 import dequantised
 from megatron_rl.weights.folders.text_tensors import FolderTensors, open_files, sort_tensors
 from megatron_rl.weights.layout.families import FAMILIES
@@ -74,7 +74,8 @@ def as_in_source(
     if origin is None:
         yield from fuse_experts(tensors, shape)
         return
-    yield from ((origin.spelling.rename(name), tensor) for name, tensor in tensors)
+    held = fuse_experts(tensors, shape, is_plain=keeps_rows(origin.text))
+    yield from ((origin.spelling.rename(name), tensor) for name, tensor in held)
     yield from ((name, tensor[:]) for name, tensor in origin.carried.items())
 
 

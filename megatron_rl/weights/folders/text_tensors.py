@@ -18,7 +18,7 @@ from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.families.family import PLAIN, Spelling
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import shown
-from megatron_rl.weights.layout.trainer_layout import hf_shapes
+from megatron_rl.weights.layout.trainer_layout import file_shapes, hf_shapes
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -71,15 +71,10 @@ def sort_tensors(tensors: dict[str, Any], shape: ModelShape, folder: Path) -> Fo
 def _sorted(tensors: dict[str, Any], shape: ModelShape, folder: Path) -> FolderTensors:
     family = FAMILIES[shape.architecture]
     wrapper = family.wrapper
-    if family.fuses_experts:
-        # It needs torch.
-        from megatron_rl.weights.folders.fused_experts import split_experts
-
-        return FolderTensors(split_experts(tensors, shape), {}, PLAIN)
     if wrapper is None:
         ahead = {name: one for name, one in tensors.items() if _is_ahead(name, shape)}
         text = {name: one for name, one in tensors.items() if name not in ahead}
-        return FolderTensors(text, ahead, PLAIN)
+        return FolderTensors(_by_expert(text, shape), ahead, PLAIN)
     carried = {name: value for name, value in tensors.items() if name.startswith(wrapper.carried)}
     rest = {name: value for name, value in tensors.items() if name not in carried}
     first = "model.embed_tokens.weight"
@@ -90,10 +85,19 @@ def _sorted(tensors: dict[str, Any], shape: ModelShape, folder: Path) -> FolderT
             f"{folder}: a {shape.architecture} has tensors that begin with one of "
             f"{', '.join(lacking)}, and none is here: give the whole folder"
         )
-    own = {spelling.rename(name): name for name in (*hf_shapes(shape), "lm_head.weight")}
-    return FolderTensors(
-        {own.get(name, name): value for name, value in rest.items()}, carried, spelling
-    )
+    own = {spelling.rename(name): name for name in (*file_shapes(shape), "lm_head.weight")}
+    text = {own.get(name, name): value for name, value in rest.items()}
+    return FolderTensors(_by_expert(text, shape), carried, spelling)
+
+
+def _by_expert(tensors: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """The tensors with those of fused experts one by one."""
+    if not FAMILIES[shape.architecture].fuses_experts:
+        return tensors
+    # It needs torch.
+    from megatron_rl.weights.folders.fused_experts import split_experts
+
+    return split_experts(tensors, shape)
 
 
 def _is_ahead(name: str, shape: ModelShape) -> bool:

@@ -97,7 +97,7 @@ def paired(architecture: str, parameters: Mapping[str, Tensor]) -> dict[str, Ten
     biases become columns.
     """
     family = FAMILIES.get(architecture)
-    if family is None or not family.fuses_experts:
+    if family is None or not family.pairs_units:
         return dict(parameters)
 
     def view(name: str, parameter: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def hf_slices(shape: ModelShape) -> list[Slice]:
     Every tensor is whole under its own name, except that transformers 5 fuses experts. Raises
     ValueError for experts that files fuse too: transformers keeps them transposed.
     """
-    if shape.experts and _experts_of(shape).is_fused:
+    if shape.experts and _experts_of(shape).fused == "pairs":
         raise ValueError(f"the hf engine takes no experts of a {shape.architecture}")
     kept = untrained(shape)
     whole = [_whole(name, *size) for name, size in hf_shapes(shape).items() if name not in kept]
@@ -238,7 +238,7 @@ def _experts(
     ranks = place.units.size * (place.expert.size if ffn_multiple > 1 else 1)
     units = _even(shape.moe_ffn, place.units, ffn_multiple * ranks)
     local = (f"{block}.experts.w13_weight", f"{block}.experts.w2_weight")
-    if _experts_of(shape).is_fused:
+    if _experts_of(shape).fused == "pairs":
         yield from _paired_experts(f"{block}.experts", units, shape, place)
         return
     yield from _fused_experts(name, local, units, shape, place.expert.of(shape.experts))

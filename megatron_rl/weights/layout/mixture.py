@@ -38,12 +38,13 @@ def mixture_fields(values: dict[str, Any], experts: Experts | None, folder: Path
             f"{folder}: norm_topk_prob with num_experts_per_tok=1 is not supported: "
             "its router would get no gradient"
         )
-    if experts.is_fused and (alpha := values.get("swiglu_alpha", GELU_SLOPE)) != GELU_SLOPE:
+    is_clamped = experts.fused == "pairs"
+    if is_clamped and (alpha := values.get("swiglu_alpha", GELU_SLOPE)) != GELU_SLOPE:
         raise InputError(f"{folder}: swiglu_alpha={alpha} is not supported: {GELU_SLOPE}")
     return {
         "experts": count,
         "experts_per_token": per_token,
-        "glu_limit": float(values["swiglu_limit"]) if experts.is_fused else 0.0,
+        "glu_limit": float(values["swiglu_limit"]) if is_clamped else 0.0,
         "moe_ffn": values[experts.units_key],
         "norm_topk_prob": is_normalised,
         **(_corrected(values, experts, is_normalised, folder) if experts.is_corrected else {}),

@@ -99,12 +99,14 @@ def file_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 def fused_shapes(block: str, shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Name and shape of the tensors that hold all experts of a layer (`fused_experts.py`)."""
     count, hidden, units = shape.experts, shape.hidden, shape.moe_ffn
-    return {
+    found: dict[str, tuple[int, ...]] = {
         f"{block}.gate_up_proj": (count, hidden, 2 * units),
-        f"{block}.gate_up_proj_bias": (count, 2 * units),
         f"{block}.down_proj": (count, units, hidden),
-        f"{block}.down_proj_bias": (count, hidden),
     }
+    if shape.has_biases:
+        found[f"{block}.gate_up_proj_bias"] = count, 2 * units
+        found[f"{block}.down_proj_bias"] = count, hidden
+    return found
 
 
 def _of_layer(shape: ModelShape, layer: int, experts: range) -> Iterator[tuple[Entry, int]]:

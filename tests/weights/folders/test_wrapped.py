@@ -45,7 +45,8 @@ def test_round_trip_keeps_every_bit_and_name(kind: str, is_other: bool, tmp_path
 def test_an_export_of_ranks_names_and_holds_what_its_source_does(kind: str, tmp_path: Path) -> None:
     source, target = tmp_path / "m", tmp_path / "out"
     write_wrapped(source, kind, is_tied=kind == "Qwen3VL", dtype=torch.bfloat16)
-    run_ranks(save_and_wait, 2, source, target, ParallelConfig(tensor=2), "bfloat16")
+    parallel = ParallelConfig(tensor=2, sequence=kind == "Qwen3VLMoe")
+    run_ranks(save_and_wait, 2, source, target, parallel, "bfloat16")
     assert_equal_bits(tensors_of(target), tensors_of(source))
     written, given = (json.loads((one / "config.json").read_text()) for one in (target, source))
     assert written == given

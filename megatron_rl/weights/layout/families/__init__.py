@@ -17,12 +17,14 @@ from megatron_rl.weights.layout.families.qwen import (
     QWEN3,
     QWEN3_MOE,
     QWEN3_VL,
+    QWEN3_VL_MOE,
 )
 from megatron_rl.weights.layout.families.smollm import SMOLLM3
 
 _ALL = (
     LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GLM4_MOE, GLM4_MOE_LITE, DEEPSEEK_V3,
-    GPT_OSS, MINISTRAL3, MISTRAL3, OLMO2, OLMO3, PHI3, QWEN2_5_VL, QWEN3_VL, SMOLLM3,
+    GPT_OSS, MINISTRAL3, MISTRAL3, OLMO2, OLMO3, PHI3, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE,
+    SMOLLM3,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _ALL}
 """Architecture in config.json -> the table."""

@@ -29,9 +29,10 @@ class Experts:
     layers may have a dense MLP instead."""
     router: str = "gate"
     """Module of the block with the router's weight."""
-    is_fused: bool = False
-    """Whether files hold the experts of a layer in one tensor of each kind, transposed, a gate's
-    column before its up's: see `folders/fused_experts.py`. Engines keep these pairs too."""
+    fused: str = ""
+    """Not "": files hold the experts of a layer in one tensor of each kind, transposed, as
+    `folders/fused_experts.py` says. "halves": all columns of gates stand before those of ups;
+    "pairs": a gate's column stands before its up's, and engines keep these pairs too."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,13 @@ class Family:
 
     @property
     def fuses_experts(self) -> bool:
-        """Whether it has experts, and files hold them so: see `Experts.is_fused`."""
-        return self.experts is not None and self.experts.is_fused
+        """Whether it has experts, and files hold them so: see `Experts.fused`."""
+        return self.experts is not None and bool(self.experts.fused)
+
+    @property
+    def pairs_units(self) -> bool:
+        """Whether files and engines hold a gate beside its up: see `Experts.fused`."""
+        return self.experts is not None and self.experts.fused == "pairs"
 
     def of_text(self, values: Mapping[str, Any]) -> "Family":
         """The table of the text model in a config.json: this one, or another inside the wrapper."""

@@ -29,5 +29,5 @@ GPT_OSS = Family(
     mixes_windows=True,
     has_biases=True,
     has_sinks=True,
-    experts=Experts(router="router", units_key="intermediate_size", normalises=True, is_fused=True),
+    experts=Experts(router="router", units_key="intermediate_size", normalises=True, fused="pairs"),
 )

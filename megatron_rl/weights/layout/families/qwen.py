@@ -45,3 +45,16 @@ QWEN3_VL = Family(
         carried=("model.visual.",),
     ),
 )
+QWEN3_VL_MOE = Family(
+    "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_moe",
+    engine_class="Qwen3MoeForCausalLM",
+    defaults={"num_key_value_heads": 16, "rope_theta": 5e5},
+    has_qk_norm=True,
+    experts=Experts(normalises=True, fused="halves"),
+    wrapper=Wrapper(
+        text_types=("qwen3_vl_moe_text",),
+        spellings=(_WRAPPED,),
+        carried=("model.visual.",),
+    ),
+)
