@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from generation.text_models import FOLDER_VARIABLE
-from megatron_rl.weights.folders.fused_experts import each_expert
 from megatron_rl.weights.layout.families import FAMILIES
+from megatron_rl.weights.layout.fused_files import each_expert
 from megatron_rl.weights.layout.rope import read_rope
 from megatron_rl.weights.layout.shape import ModelShape, read_shape
 
@@ -74,7 +74,12 @@ def text_classes(folder: Path) -> list[type]:
             text = itertools.chain.from_iterable(parts)
         return base.load_weights(self, text)
 
-    changes = {"__init__": start, "load_weights": load_weights}
+    def locate_experts(cls: type, config: Any) -> Any:
+        return base.get_model_config_for_expert_location(config.text_config)
+
+    changes: dict[str, Any] = {"__init__": start, "load_weights": load_weights}
+    if wrapper is not None and table.experts is not None:
+        changes["get_model_config_for_expert_location"] = classmethod(locate_experts)
     if shape.sliding_window:
         # As SGLang, and its attention: positions before a query's own.
         window = shape.sliding_window - 1

@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.thinking import HOUSE_TAGS, ThinkTags
 from megatron_rl.curation.tool import (
@@ -27,10 +29,13 @@ from megatron_rl.curation.tool import (
     check_share,
     place_of,
 )
+from megatron_rl.protocol.rollout import TOOLS
 from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, rollout_files
 from megatron_rl.protocol.types import ChatMessage, Prompt
 from megatron_rl.trainer.sft_dataset import SftExample
 from verification.format import with_opening
+
+_GIVEN_ROLES = {"system", "user", "tool", TOOLS}
 
 
 @dataclass(frozen=True)
@@ -183,7 +188,7 @@ def _copies(rate: float, mined: Mined, options: SftExampleOptions) -> int:
 
 
 def _why_no_line(record: RolloutRecord) -> str:
-    """Why a rollout is not one conversation of user and assistant, as SFT examples are."""
+    """Why a rollout is not one chat whose replies are all the policy's, as SFT examples are."""
     turns = record.conversation
     if not turns:
         # An earlier release did not record its turns.
@@ -191,7 +196,7 @@ def _why_no_line(record: RolloutRecord) -> str:
     if [turn.follows for turn in turns] != list(range(-1, len(turns) - 1)):
         return "several_chats"
     roles = {given.role for turn in turns for given in turn.given}
-    return "" if roles <= {"system", "user"} else "other_roles"
+    return "" if roles <= _GIVEN_ROLES else "other_roles"
 
 
 def _example(
@@ -199,12 +204,16 @@ def _example(
 ) -> SftExample:
     """opened: a reply with the tag that the chat template opens."""
     if turns := record.conversation:
-        messages = []
+        messages, tools = [], []
         for turn in turns:
-            messages += [ChatMessage(given.role, given.content) for given in turn.given]
+            for given in turn.given:
+                if given.role == TOOLS:
+                    tools = msgspec.json.decode(given.content)
+                else:
+                    messages.append(ChatMessage(given.role, given.content))
             messages.append(ChatMessage("assistant", opened(turn.text)))
         response = messages.pop().content
-        return SftExample(messages, response, record.task, learns_all=True)
+        return SftExample(messages, response, record.task, learns_all=True, tools=tools)
     response = opened(record.text)
     messages = prompt.messages if prompt else [ChatMessage("user", record.problem)]
     is_program = prompt is not None and prompt.is_program

@@ -3,7 +3,8 @@
 Runs in trainer ranks of supervised fine-tuning; the launcher reads examples too. A line is
 {"messages": [...], "response": "..."}; only response tokens (and the end of sequence after them)
 carry loss. In a line without a response, whose last message is the assistant's, all messages of the
-assistant carry loss: a conversation with holes, as reinforcement learning has them.
+assistant carry loss: a conversation with holes, as reinforcement learning has them. Such a line may
+offer "tools": replies then call them as the chat template writes calls, results have the role tool.
 """
 
 import hashlib
@@ -19,9 +20,10 @@ import numpy as np
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.thinking import continued
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.chat_template import RenderError
+from megatron_rl.protocol.chat_template import RenderError, Tool
 from megatron_rl.protocol.checkpoint_folder import SFT_STATE
 from megatron_rl.protocol.render import Conversation, Renderer
+from megatron_rl.protocol.tool_calls import with_tools
 from megatron_rl.protocol.turns import Turns
 from megatron_rl.protocol.types import ChatMessage, TrainSequence
 
@@ -37,6 +39,8 @@ class SftExample(msgspec.Struct, frozen=True):
     """For the task code: the response is a program that reads standard input, not a function."""
     learns_all: bool = False
     """Learn the assistant's earlier messages too."""
+    tools: list[Tool] = []
+    """Offered to the assistant, as chat templates take them; only with learns_all."""
 
 
 def read_sft_dataset(path: Path) -> list[SftExample]:
@@ -65,6 +69,11 @@ def read_sft_dataset(path: Path) -> list[SftExample]:
 
 def _with_response(example: SftExample) -> SftExample:
     """The example, whose last message is its response if it has none. Raises ValidationError."""
+    if example.response and example.tools and not example.learns_all:
+        raise msgspec.ValidationError(
+            "Object has `tools`, which need an example whose last message is the assistant's, "
+            "without `response`"
+        )
     if example.response:
         return example
     if len(example.messages) < 2 or example.messages[-1].role != "assistant":
@@ -135,12 +144,15 @@ def _render_replies(
     messages = [*renderer.turns(conversation), {"role": "assistant", "content": example.response}]
     shown = len(messages) - 1 - len(example.messages)  # the run's own example is not learnt
     first = next(n for n, m in enumerate(messages) if n >= shown and m["role"] == "assistant")
-    prompt, completion = turns.start(messages[:first]), list[int]()
+    opened, tools = messages[:first], example.tools
+    if tools and "tools" not in renderer.template.reads:
+        opened, tools = with_tools(opened, tools), []
+    prompt, completion = turns.start(opened, tools), list[int]()
     ranges: list[tuple[int, int]] = []
     for is_reply, run in itertools.groupby(messages[first:], lambda m: m["role"] == "assistant"):
         start = len(completion)
         if not is_reply:
-            completion += turns.glue(completion, list(run))
+            completion += turns.glue(completion, list(run), tools)
             ranges.append((start, len(completion)))
             continue
         reply, *more = run

@@ -84,7 +84,7 @@ def test_a_conversation_of_one_chat_teaches_all_its_replies(tmp_path: Path) -> N
     assert read_sft_dataset(path) == [example]
     opened = record("q", conversation=TURNS, prompt_tail="<think>\n")
     assert mine(opened).rows[0].response == "<think><think>2</think>b"
-    called = msgspec.structs.replace(TURNS[1], given=[GivenMessage("tool", "3", "add")])
+    called = msgspec.structs.replace(TURNS[1], given=[GivenMessage("assistant", "3")])
     chats = msgspec.structs.replace(TURNS[1], follows=-1)
     outcome = mine(
         record("q"), record("q", conversation=[TURNS[0], called]),
@@ -94,11 +94,18 @@ def test_a_conversation_of_one_chat_teaches_all_its_replies(tmp_path: Path) -> N
     assert outcome.report.dropped == {"other_roles": 1, "several_chats": 1, "conversation": 1}
 
 
-def test_a_mined_conversation_has_the_tokens_that_the_policy_sampled(tmp_path: Path) -> None:
-    renderer = open_model(tmp_path / "model", "qwen2.5")
-    words = iter(["one", "two  \n", "three 🙂"])
-    [rollout] = play(tmp_path, ScriptedEngine(renderer, lambda _: next(words)), "count")
-    assert isinstance(rollout, Rollout)
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("game", "replies"), [("count", ["one", "two  \n", "three 🙂"]), ("adds", [CALL, "5"])]
+)
+def test_a_mined_conversation_has_the_tokens_that_the_policy_sampled(
+    game: str, replies: list[str], tmp_path: Path
+) -> None:
+    renderer, words = open_model(tmp_path / "model", "qwen2.5"), iter(replies)
+    [rollout] = play(tmp_path, ScriptedEngine(renderer, lambda _: next(words)), game)
+    assert isinstance(rollout, Rollout) and rollout.turns == len(replies)
     fields = {"tokens": len(rollout.token_ids), "task": "sums", "text": rollout.text}
     outcome = mine(record("p", conversation=rollout.conversation, **fields))
     [sequence] = tokenize(outcome.rows, renderer)

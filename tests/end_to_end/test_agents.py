@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,18 @@ def test_policy_learns_to_use_the_result_of_its_tool(example: str, run_dir: Path
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.3
     # Slow programs: weights change within most conversations, which keep their KV cache.
     assert summary["logprob_gap_mean"] < (5e-3 if example == "calculate" else 1e-3)
+
+
+@pytest.mark.exhaustive
+def test_a_step_is_repeated_without_its_environment(run_dir: Path) -> None:
+    last = max(row["step"] for row in read_jsonl(run_dir / "metrics.jsonl") if "train/loss" in row)
+    # Without the folder of the environment in PYTHONPATH.
+    command = [sys.executable, "-m", "megatron_rl.cli.main", "replay", run_dir, "--step", last]
+    done = subprocess.run(
+        list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "1 of 1 steps equal the recorded ones in all their figures" in done.stdout
 
 
 def told(example: str, entry: Any, call: str) -> list[str]:

@@ -19,7 +19,7 @@ Formats 1.0), of which 32 inputs of an output share a power of two.
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.weights.layout.families import FAMILIES
+from megatron_rl.weights.layout.fused_files import expert_places, is_plain
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.trainer_layout import fused_shapes
 
@@ -122,7 +123,7 @@ def is_mxfp4(config: Mapping[str, Any]) -> bool:
 
 def split_experts(tensors: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
     """A folder's lazy slices with those of experts one by one; tensors that are odd stay."""
-    found, places = dict(tensors), _places(shape)
+    found, places = dict(tensors), expert_places(shape)
     for layer in range(shape.layers):
         name = f"model.layers.{layer}.mlp.experts"
         for part in ("gate_up", "down"):
@@ -134,41 +135,10 @@ def split_experts(tensors: Mapping[str, Any], shape: ModelShape) -> dict[str, An
     return found
 
 
-def each_expert(name: str, tensor: Tensor, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """The weights of each expert of a file's whole matrix; any other tensor as it is."""
-    block, mark, part = name.rpartition(".experts.")
-    words = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.get(part)
-    if not mark or words is None:
-        yield name, tensor
-        return
-    matrices = tensor if _is_plain(tensor.shape, part, shape) else tensor.mT
-    for expert, matrix in enumerate(matrices):
-        for word in words:
-            yield f"{block}.experts.{expert}.{word}_proj.weight", matrix[_places(shape)[word]]
-
-
-def _is_plain(size: Sequence[int], part: str, shape: ModelShape) -> bool:
-    """Whether a file's tensor of all experts is not transposed. part: the end of its name."""
-    if FAMILIES[shape.architecture].pairs_units:
-        return False
-    is_down = part.endswith("down_proj")
-    rows, columns = (shape.hidden, shape.moe_ffn) if is_down else (2 * shape.moe_ffn, shape.hidden)
-    return tuple(size[1:]) == (rows, columns)
-
-
 def keeps_rows(tensors: Mapping[str, Any]) -> bool:
     """Whether the experts of `split_experts` are from files that are not transposed."""
     found = (one for one in tensors.values() if isinstance(one, ExpertSlice))
     return any(isinstance(one.fused, _Rows) for one in itertools.islice(found, 1))
-
-
-def _places(shape: ModelShape) -> dict[str, slice]:
-    """Where an expert's gate, up and down lie among the outputs of the fused tensors."""
-    if FAMILIES[shape.architecture].pairs_units:
-        pair = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
-    else:
-        pair = {"gate": slice(shape.moe_ffn), "up": slice(shape.moe_ffn, None)}
-    return pair | {"down": slice(None)}
 
 
 def _of_kind(
@@ -180,8 +150,8 @@ def _of_kind(
         yield "weight", _Quantised(tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales"))
     elif ranks.get(name) == 3:
         whole = tensors.pop(name)
-        is_plain = _is_plain(whole.get_shape(), name, shape)
-        yield "weight", _Rows(whole) if is_plain else _Matrices(whole)
+        is_row = is_plain(whole.get_shape(), name, shape)
+        yield "weight", _Rows(whole) if is_row else _Matrices(whole)
     if ranks.get(f"{name}_bias") == 2:
         yield "bias", _Rows(tensors.pop(f"{name}_bias"))
 
@@ -203,7 +173,7 @@ def fuse_experts(
 
     is_plain: not transposed. Holds those of one layer, which come when its last expert is there.
     """
-    fuses_experts, places = FAMILIES[shape.architecture].fuses_experts, _places(shape)
+    fuses_experts, places = FAMILIES[shape.architecture].fuses_experts, expert_places(shape)
     held: dict[str, Tensor] = {}
     missing = 0
     for name, tensor in tensors:

@@ -1,17 +1,22 @@
-"""Families whose files have some projections one below the other. Pure functions of sizes.
+"""Families whose files have several projections or experts in one tensor. Pure functions of sizes.
 
-Used by trainer ranks and engines. Rows of `qkv_proj` are queries, then keys, then values; those of
-`gate_up_proj` are gate, then up.
+Used by trainer ranks and engines; `folders/fused_experts.py` reads and writes experts. Rows of
+`qkv_proj` are queries, then keys, then values; those of `gate_up_proj` are gate, then up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.place import Entry
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Piece, Share, Slice
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def file_place(shape: ModelShape, hf: str) -> tuple[str, int]:
@@ -55,3 +60,34 @@ def entry_in_files(shape: ModelShape, entry: Entry) -> Entry:
         return [(sum(rows for rows, _ in entry.hf_shapes(shape)), shape.hidden)]
 
     return replace(entry, hf=(places[0][0],), layout=layout, hf_shapes=size)
+
+
+def each_expert(name: str, tensor: Tensor, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    """The weights of each expert of a file's whole matrix; any other tensor as it is."""
+    block, mark, part = name.rpartition(".experts.")
+    words = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.get(part)
+    if not mark or words is None:
+        yield name, tensor
+        return
+    matrices = tensor if is_plain(tensor.shape, part, shape) else tensor.mT
+    for expert, matrix in enumerate(matrices):
+        for word in words:
+            yield f"{block}.experts.{expert}.{word}_proj.weight", matrix[expert_places(shape)[word]]
+
+
+def is_plain(size: Sequence[int], part: str, shape: ModelShape) -> bool:
+    """Whether a file's tensor of all experts is not transposed. part: the end of its name."""
+    if FAMILIES[shape.architecture].pairs_units:
+        return False
+    is_down = part.endswith("down_proj")
+    rows, columns = (shape.hidden, shape.moe_ffn) if is_down else (2 * shape.moe_ffn, shape.hidden)
+    return tuple(size[1:]) == (rows, columns)
+
+
+def expert_places(shape: ModelShape) -> dict[str, slice]:
+    """Where an expert's gate, up and down lie among the outputs of the fused tensors."""
+    if FAMILIES[shape.architecture].pairs_units:
+        pair = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+    else:
+        pair = {"gate": slice(shape.moe_ffn), "up": slice(shape.moe_ffn, None)}
+    return pair | {"down": slice(None)}
