@@ -1,4 +1,4 @@
-"""Debate about a passage: two debaters quote from it, and a judge that never sees it decides.
+r"""Debate about a passage: two debaters quote from it, and a judge that never sees it decides.
 
     bash examples/agents/run.sh debate
 
@@ -7,6 +7,14 @@ Each debater sees the passage, and an answer to argue for; it may quote two char
 frozen model that was taught to read quotes, sees both answers, and what quotes that are in the
 passage say about the question. Its verdict is a probability, the mean of both orders of the
 answers. It is what the first debater earns, and what is left of 1 the second: both are the policy.
+
+In `open_debate` the first debater chooses its answer, by the digit of its quote, and the second
+argues for the other one; in `open_consultancy` it is alone (arXiv 2407.04622):
+
+    bash examples/agents/run.sh debate reward.tasks.debate.environment=debate:open_debate \
+        train.steps=20
+
+The metrics `reward/chose_right` and `reward/chose_wrong` are shares of all; the rest chose none.
 
 The evaluation's accuracy is the judge's. Controls: `direct`, where the judge sees no quotes;
 `consultancy`, where one consultant argues for an answer drawn at random; `deaf`, a debate whose
@@ -44,6 +52,16 @@ class Case(NamedTuple):
         """What a debater is told."""
         return f"{self.passage}:{self.question}{self.answers[side]}"
 
+    @property
+    def open_brief(self) -> str:
+        """What a debater that chooses its answer is told."""
+        return f"{self.passage}:{self.answers[0]}{self.answers[1]}{self.question}"
+
+    def chosen(self, quote: str) -> int | None:
+        """The side whose answer a quote names, in the passage or not; None: neither's."""
+        claims = [self.question + answer for answer in self.answers]
+        return claims.index(quote) if quote in claims else None
+
 
 def shown(answers: Sequence[str], quotes: Sequence[str]) -> str:
     """What the judge is told. quotes: by side, all of a side joined."""
@@ -60,10 +78,16 @@ async def judged(policy: Policy, case: Case, quotes: Sequence[str]) -> float:
     return 1 / (1 + math.exp((log_odds[1] - log_odds[0]) / 2))
 
 
-def outcome(case: Case, first: float, returns: list[float]) -> Outcome:
+def outcome(case: Case, first: float, returns: list[float], **parts: float) -> Outcome:
     """first: probability of the first answer. The reward is that of the right one."""
     right = first if case.right == 0 else 1 - first
-    return Outcome(right, "correct" if right > 0.5 else "wrong", turn_returns=returns)
+    return Outcome(right, "correct" if right > 0.5 else "wrong", parts, turn_returns=returns)
+
+
+async def said(policy: Policy, brief: str) -> str:
+    """What the policy says in a chat of one reply."""
+    chat = policy.chat([{"role": "user", "content": brief}])
+    return (await chat.say(max_tokens=3)).content
 
 
 async def debate(
@@ -88,11 +112,36 @@ async def debate(
 async def consultancy(prompt: EpisodeInput, policy: Policy) -> Outcome:
     """Control: one consultant, for an answer drawn at random."""
     case, side = Case(**prompt.entry), random.randrange(2)
-    chat = policy.chat([{"role": "user", "content": case.brief(side)}])
     quotes = [NO_QUOTE, NO_QUOTE]
-    quotes[side] = case.verified((await chat.say(max_tokens=3)).content)
+    quotes[side] = case.verified(await said(policy, case.brief(side)))
     first = await judged(policy, case, quotes)
     return outcome(case, first, [first if side == 0 else 1 - first])
+
+
+async def open_consultancy(
+    prompt: EpisodeInput, policy: Policy, *, is_debate: bool = False
+) -> Outcome:
+    """One consultant, whose quote names the answer that it argues for; no answer earns 0.
+
+    is_debate: a second one argues for the other answer, and earns what is left of 1.
+    """
+    case, quotes = Case(**prompt.entry), [NO_QUOTE, NO_QUOTE]
+    claim = await said(policy, case.open_brief)
+    side = case.chosen(claim)
+    if side is None:
+        return outcome(case, await judged(policy, case, quotes), [0.0])
+    quotes[side] = case.verified(claim)
+    if is_debate:
+        quotes[1 - side] = case.verified(await said(policy, case.brief(1 - side)))
+    first = await judged(policy, case, quotes)
+    own = first if side == 0 else 1 - first
+    choice = "chose_right" if side == case.right else "chose_wrong"
+    return outcome(case, first, [own, 1 - own][: 1 + is_debate], **{choice: 1.0})
+
+
+async def open_debate(prompt: EpisodeInput, policy: Policy) -> Outcome:
+    """A debate whose first debater chooses its answer; the second argues against it."""
+    return await open_consultancy(prompt, policy, is_debate=True)
 
 
 async def direct(prompt: EpisodeInput, policy: Policy) -> Outcome:
@@ -124,13 +173,17 @@ def cells(case: Case) -> list[str]:
 
 
 def examples(rng: random.Random) -> list[dict]:
-    """SFT examples of debaters: one in five quotes what it would need, true or not."""
+    """SFT examples of debaters: one in five quotes what it would need, true or not.
+
+    In one of three the debater chooses its answer, at random.
+    """
     lines = []
-    for _ in range(4000):
-        case, side = draw(rng), rng.randrange(2)
+    for number in range(6000):
+        case, side, is_open = draw(rng), rng.randrange(2), number % 3 == 0
         claim = case.question + case.answers[side]
-        quote = claim if rng.random() < 1 / 5 else rng.choice(cells(case))
-        message = {"role": "user", "content": case.brief(side)}
+        quote = claim if is_open or rng.random() < 1 / 5 else rng.choice(cells(case))
+        brief = case.open_brief if is_open else case.brief(side)
+        message = {"role": "user", "content": brief}
         lines.append({"task": "debate", "messages": [message], "response": quote})
     return lines
 
