@@ -82,7 +82,7 @@ def tools_episode(
         async. None: the verifier grades the last reply, by the task's `compare`.
     max_turns: ends the episode with reward 0 and reason "out_of_turns".
     max_result_chars: of a longer result the policy sees the start.
-    Raises TypeError for a tool without docstring or annotations.
+    Raises TypeError for a tool without docstring or annotations, ValueError for two of one name.
     """
     source = tools if isinstance(tools, type) else list(tools)
     _tools(source)  # raises for tools that are none
@@ -101,7 +101,11 @@ def tools_episode(
 def _tools(source: type | list[Callable[..., Any]]) -> tuple[Any, list[Tool]]:
     """(object, its tools); (None, tools) of plain functions."""
     if not isinstance(source, type):
-        return None, [Tool(function) for function in source]
+        tools = [Tool(function) for function in source]
+        names = [tool.name for tool in tools]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"several tools are called {', '.join(twice)}: rename all but one")
+        return None, tools
     state = source()
     methods = inspect.getmembers(state, inspect.ismethod)
     public = [method for name, method in methods if name != "reset" and not name.startswith("_")]

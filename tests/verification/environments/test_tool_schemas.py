@@ -7,6 +7,7 @@ import pytest
 from transformers.utils.chat_template_utils import get_json_schema
 
 from verification.environments.tool_schemas import Tool
+from verification.environments.tools import tools_episode
 
 
 def plain(a: int, b: float, c: str, d: bool = True) -> str:
@@ -150,3 +151,12 @@ def _unknown(a: bytes) -> None:
 def test_functions_that_are_no_tools_are_refused(function: Any, says: str) -> None:
     with pytest.raises(TypeError, match=says):
         Tool(function)
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    def counts(text: str) -> int:
+        """Count."""
+        return len(text)
+
+    with pytest.raises(ValueError, match="several tools are called counts"):
+        tools_episode([counts, counts])
