@@ -101,4 +101,4 @@ def _given(message: Message) -> GivenMessage:
     calls = message.get("tool_calls")
     texts = [message.get("content"), json.dumps(calls, default=str) if calls else None]
     content = "\n".join(text for text in texts if text)
-    return GivenMessage(message["role"], escaped(content), escaped(message.get("name") or ""))
+    return GivenMessage(*map(escaped, (message["role"], content, message.get("name") or "")))
