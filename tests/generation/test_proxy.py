@@ -158,7 +158,7 @@ def test_a_rendered_history_has_the_thoughts_that_the_template_keeps(
 
 def test_calls_that_cannot_be_made_are_seen(site: Site, renderer: Renderer) -> None:
     rollout = done(site.play("with_faulty_calls"))
-    _, called = texts_of(rollout, renderer)
+    *_, called = texts_of(rollout, renderer)
     given = called.partition(TWO_CALLS)[2]
     assert "Error: look_up: call one tool at a time" in given
     assert given.index("Error") < given.index("found")
