@@ -18,7 +18,7 @@ from typing import Any
 from verification.environments.policy import EpisodeInput, Outcome, Policy, PolicyLimit
 
 _KEY = "POLICY_API_KEY"
-"""Variable for the key of the proxy. Programs get no variable that verifiers finds API_KEY in."""
+"""Variable for the episode's key. verifiers passes no name with API_KEY in it to programs."""
 _NOT_THE_POLICYS = ("setup_timeout", "finalize_timeout", "scoring_timeout")
 """Ends of a conversation that verifiers would give a reward nevertheless."""
 
@@ -40,33 +40,20 @@ class VerifiersEpisode:
         """The environment of verifiers. Raises ValueError, and what verifiers raises."""
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-        return load_environment(resolve_env_config(json.loads(self._env)))
-
-    @functools.cached_property
-    def _policy_seat(self) -> str:
-        """Name of the agent that is the policy."""
-        from verifiers.v1.configs.agent import agent_config_fields
-
-        agents = agent_config_fields(self.environment.config)
-        names = [name for name, agent in agents.items() if agent.client is None]
-        if len(names) != 1:
-            raise ValueError(
-                f"agents without a client: {names}; expected one, which is the policy: give every "
-                "other agent a client and a model, such as a judge or a user"
-            )
-        return names[0]
+        environment = load_environment(resolve_env_config(json.loads(self._env)))
+        _policy_agent(environment.config)  # Refuses agents that nobody could tell apart.
+        return environment
 
     def prepare(self) -> None:
-        """Load the environment and its programs, once for all episodes that are forked."""
+        """Load the environment and install its programs, once for all forked episodes."""
         # uv is usually installed beside the interpreter, which is on nobody's PATH.
         folder = os.path.dirname(sys.executable)
         os.environ["PATH"] = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
-        assert self._policy_seat
-        # Ends its threads: none may live when episodes are forked.
+        # This ends its threads: none may live when episodes are forked.
         asyncio.run(self._install())
 
     async def _install(self) -> None:
-        """Have uv install what local programs need, which verifiers then finds in every fork."""
+        """Have uv install what local programs need: verifiers remembers it in every fork."""
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.runtimes import SubprocessConfig, provision_runtime
         from verifiers.v1.utils.loaders import load_harness
@@ -96,12 +83,13 @@ class VerifiersEpisode:
     def _outcome(self, episode: Any) -> Outcome:
         """The outcome of verifiers' episode. Raises RuntimeError for one that has no reward."""
         errors = [*episode.errors, *(error for one in episode.traces for error in one.errors)]
-        traces = [one for one in episode.traces if one.agent.name == self._policy_seat]
+        agent = _policy_agent(self.environment.config)
+        traces = [one for one in episode.traces if one.agent.name == agent]
         if not self.environment.complete(episode) or not all(one.ok for one in traces):
             raise RuntimeError("; ".join(f"{one.type}: {one.message}" for one in errors))
         if [one.agent.trainable for one in traces] != [True]:
             raise RuntimeError(
-                f"{len(traces)} conversations of the agent {self._policy_seat!r}; expected one, "
+                f"{len(traces)} conversations of the agent {agent!r}; expected one, "
                 "and that the environment trains it: another reward could not be told apart"
             )
         trace = traces[0]
@@ -109,11 +97,12 @@ class VerifiersEpisode:
         if last is not None and "context_length_exceeded" in last.message:
             raise PolicyLimit("out_of_tokens")
         rewards = {name: one and one.value for name, one in trace.rewards.items()}
-        if trace.stop_condition in _NOT_THE_POLICYS or None in rewards.values():
-            raise RuntimeError(f"no reward after {trace.stop_condition}: {rewards}")
+        parts = {**trace.metrics, **rewards}
+        if trace.stop_condition in _NOT_THE_POLICYS or None in parts.values():
+            raise RuntimeError(f"no reward after {trace.stop_condition}: {parts}")
         is_correct = trace.reward >= self._correct_from
         reason = "correct" if is_correct else trace.stop_condition or "completed"
-        return Outcome(trace.reward, reason, {**trace.metrics, **rewards})
+        return Outcome(trace.reward, reason, parts)
 
     def write_prompts(self, path: str, *, task: str, limit: int | None = None) -> None:
         """Write the taskset's prompts, one JSON object a line, for `prompts.path`.
@@ -136,3 +125,17 @@ class VerifiersEpisode:
                     "entry": data.model_dump(mode="json", exclude_none=True),
                 }
                 file.write(json.dumps(line) + "\n")
+
+
+def _policy_agent(config: Any) -> str:
+    """Name of the agent of a configuration that is the policy. Raises ValueError."""
+    from verifiers.v1.configs.agent import agent_config_fields
+
+    agents = agent_config_fields(config)
+    names = [name for name, agent in agents.items() if agent.client is None]
+    if len(names) != 1:
+        raise ValueError(
+            f"agents without a client: {names}; expected one, which is the policy: give every "
+            "other agent a client and a model, such as a judge or a user"
+        )
+    return names[0]
