@@ -35,7 +35,7 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "top_logprobs": (0, "logprobs stay with the run"),
     "logit_bias": ({}, "the run's sampling decides"),
     "response_format": ({"type": "text"}, "describe the form in a message, and check the reply"),
-    "tool_choice": ("auto", "offer only the tools that may be called"),
+    "tool_choice": ("auto", 'give "none", or offer only the tools that may be called'),
     "modalities": (["text"], "the policy writes text"),
     "functions": ([], "use tools"),
 }
@@ -101,8 +101,8 @@ class ChatRequest:
     model: str
     is_streamed: bool
     has_usage_chunk: bool
-    is_one_call: bool
-    """At most one tool call a reply."""
+    max_calls: int | None
+    """Tool calls of the reply; 0 for tool_choice "none": a call is text then."""
     ignored: list[str] = field(default_factory=list)
     """Fields of the request that the run's sampling replaces."""
 
@@ -180,6 +180,7 @@ class _Body(Struct):
     max_tokens: _Count = None
     max_completion_tokens: _Count = None
     parallel_tool_calls: bool | None = None
+    tool_choice: Any = None
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -206,6 +207,7 @@ def read_request(body: bytes, stop: Sequence[str]) -> ChatRequest:
             f"stop: the run's sampling decides, whose strings are {list(stop)}: set sampling.stop",
             param="stop",
         )
+    one_call = 1 if found.parallel_tool_calls is False else None
     return ChatRequest(
         messages=list(_read_messages(found.messages)),
         tools=given.get("tools", []),
@@ -213,7 +215,7 @@ def read_request(body: bytes, stop: Sequence[str]) -> ChatRequest:
         model=found.model,
         is_streamed=bool(found.stream),
         has_usage_chunk=bool(found.stream_options and found.stream_options.include_usage),
-        is_one_call=found.parallel_tool_calls is False,
+        max_calls=0 if found.tool_choice == "none" else one_call,
         ignored=[name for name in SAMPLING if name in given],
     )
 
@@ -223,7 +225,7 @@ def _check_fields(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name not in _FIELDS:
             raise ApiError(400, f"{name[:64]}: no such field is known here", param=name[:64])
-        if name == "tool_choice" and not given.get("tools"):
+        if name == "tool_choice" and (value == "none" or not given.get("tools")):
             continue
         if name in _ONLY and value != _ONLY[name][0]:
             only, instead = _ONLY[name]

@@ -262,9 +262,9 @@ class Session:
     def _note(self, asked: ChatRequest, turn: Turn, found: ParsedReply) -> Answer:
         """The answer of a turn, by which later requests find it."""
         calls, faults, content = found.calls, found.faults, found.content
-        if asked.is_one_call and calls[1:]:
-            faults = [*faults, *(f"{one.name}: call one tool at a time" for one in calls[1:])]
-            calls = calls[:1]
+        if asked.max_calls is not None:
+            refused = [f"{one.name}: call one tool at a time" for one in calls[asked.max_calls :]]
+            calls, faults = calls[: asked.max_calls], [*faults, *refused]
         if faults and not calls:
             # Nothing goes unseen: the client has no call to answer.
             content = self._episode.owner.renderer.decode(turn.reply_ids)

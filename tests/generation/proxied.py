@@ -170,6 +170,9 @@ async def with_faulty_calls(prompt: Any, policy: Any) -> Outcome:
     wrong = await ask(client, [{"role": "user", "content": "call nothing"}], tools=[TOOL])
     assert wrong.message.tool_calls is None and "<tool_call>" in wrong.message.content
     messages: list[Any] = [{"role": "user", "content": "call look_up"}]
+    unasked = await ask(client, messages, tools=[TOOL], tool_choice="none")
+    assert unasked.message.tool_calls is None and unasked.message.content.count("<tool_call>") == 2
+    assert unasked.finish_reason == "stop"
     choice = await ask(client, messages, tools=[TOOL], parallel_tool_calls=False)
     [call] = choice.message.tool_calls
     messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "found"}]

@@ -1,9 +1,7 @@
 """Programs with an unmodified openai client hold the conversations of a run."""
 
 import asyncio
-import hashlib
-import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,118 +11,14 @@ import psutil
 import pytest
 
 from generation import proxy, proxy_session
-from generation.engine import Completion, EngineError
-from generation.episodes import Environments, Episodes
-from generation.health import Activity, EngineHealth
-from generation.proxy import open_proxy
+from generation.engine import EngineError
 from generation.proxy_session import BURST_REQUESTS
-from generation.rollouts import Work
 from megatron_rl.config.thinking import HOUSE_TAGS
 from megatron_rl.protocol.render import Renderer
-from megatron_rl.protocol.types import (
-    ChatMessage,
-    Lease,
-    Prompt,
-    Rollout,
-    RolloutFailed,
-    Sampling,
-    VersionSpan,
-)  # fmt: skip
+from megatron_rl.protocol.types import Rollout, RolloutFailed
+from tests.generation.proxy_site import TWO_CALLS, Site, learnt_of, rendered, texts_of
 from tests.protocol.real_templates import open_model
-from verification.environments.host import EnvironmentHost
 from verification.environments.settings import EnvironmentSettings
-
-TASK = "sums"
-TWO_CALLS = "".join(
-    f'<tool_call>\n{{"name": "look_up", "arguments": {{"word": "{word}"}}}}\n</tool_call>\n'
-    for word in ("fig", "plum")
-)
-PATIENCE_S = 30.0
-
-
-class ScriptedEngine:
-    """Its reply depends on the prompt alone: one token a character, unlike any tokenizer."""
-
-    name, engine_version, world_size, ffn_multiple, expert_parallel = "scripted", "1", 1, 1, 1
-    version = 3
-
-    def __init__(self, renderer: Renderer) -> None:
-        self.renderer = renderer
-        self.prompts: list[str] = []
-        self.texts: list[str] = []
-        """Replies."""
-
-    async def generate(
-        self, prompt_ids: list[int], sampling: Sampling, indices: list[int]
-    ) -> AsyncIterator[Completion]:
-        prompt = self.renderer.tokenizer.decode(prompt_ids)
-        self.prompts.append(prompt)
-        last = prompt.rpartition("<|im_start|>user\n")[2]
-        if last.startswith("slow"):
-            await asyncio.sleep(0.8)
-        if last.startswith("long"):
-            await asyncio.sleep(1.8)
-        if last.startswith("wait"):
-            await asyncio.sleep(0.15)
-        if last.startswith("fail"):
-            raise EngineError("it cannot do this prompt")
-        text = f"{hashlib.sha256(prompt.encode()).hexdigest()[:9]} ok"
-        if last.startswith("call look_up") and "<tool_response>" not in last:
-            text = TWO_CALLS
-        if last.startswith("call nothing"):
-            text = '<tool_call>{"name": "nothing", "arguments": {}}</tool_call>'
-        if "thinks" in last:
-            text = f"<think>\nhm\n</think>\n\n{text}"
-        self.texts.append(text)
-        ids = [token for letter in text for token in self.renderer.encode(letter)]
-        ids = [*ids, self.renderer.end_id][: sampling.max_new_tokens]
-        reason = "stop" if ids[-1] == self.renderer.end_id else "length"
-        logprobs = [-1.0 / (place + len(prompt_ids)) for place in range(1, len(ids) + 1)]
-        spans = [VersionSpan(self.version, 0, len(ids))]
-        yield Completion(indices[0], ids, logprobs, spans, reason)
-
-
-class Site:
-    """A generator's part that holds conversations, on an event loop of its own."""
-
-    def __init__(self, renderer: Renderer, settings: EnvironmentSettings) -> None:
-        self.runner = asyncio.Runner()
-        self.host = EnvironmentHost(settings)
-        self.opened = open_proxy(settings)
-        self.proxy = self.wait(self.opened.__aenter__())
-        self.take(renderer)
-
-    def take(self, renderer: Renderer) -> None:
-        """Hold conversations with this model."""
-        self.engine = ScriptedEngine(renderer)
-        health = EngineHealth.of(self.engine, 300.0)
-        environments = Environments({TASK: "proxied:play"}, self.host, self.proxy)
-        self.episodes = Episodes(Work(self.engine, renderer, health, Activity()), environments)
-
-    def wait(self, awaited: Any) -> Any:
-        async def body() -> Any:
-            return await asyncio.wait_for(awaited, PATIENCE_S)
-
-        return self.runner.run(body())
-
-    def close(self) -> None:
-        self.wait(self.host.close())
-        self.wait(self.opened.__aexit__(None, None, None))
-        self.runner.close()
-
-    async def rollout(self, name: str, entry: Any = None, **sampling: Any) -> Any:
-        """Rollout or RolloutFailed of one of the environments."""
-        messages = [ChatMessage("user", "the first question")]
-        prompt = Prompt("p", TASK, messages, name, entry=json.dumps(entry))
-        values = {"max_new_tokens": 2000, "temperature": 1.0, **sampling}
-        [found] = [
-            one async for one in self.episodes.rollouts(Lease(1, prompt, [0], Sampling(**values)))
-        ]
-        return found
-
-    def play(self, name: str, entry: Any = None, **sampling: Any) -> Any:
-        self.engine.prompts.clear()
-        return self.wait(self.rollout(name, entry, **sampling))
 
 
 def settings(folder: Path, **values: Any) -> EnvironmentSettings:
@@ -149,27 +43,6 @@ def done(found: Any) -> Rollout:
     assert isinstance(found, Rollout), found
     assert found.score is not None and found.score.reason == "done"
     return found
-
-
-def rows_of(rollout: Rollout) -> list[list[int]]:
-    ids = [*rollout.prompt_ids.tolist(), *rollout.token_ids.tolist()]
-    edges = [0, *rollout.row_starts, len(ids)]
-    return [ids[start:end] for start, end in zip(edges, edges[1:], strict=False)]
-
-
-def texts_of(rollout: Rollout, renderer: Renderer) -> list[str]:
-    return [renderer.tokenizer.decode(row) for row in rows_of(rollout)]
-
-
-def learnt_of(rollout: Rollout, renderer: Renderer) -> list[str]:
-    return [renderer.decode(rollout.token_ids[s.start : s.end].tolist()) for s in rollout.spans]
-
-
-def rendered(renderer: Renderer, *texts: str, tools: Any = ()) -> str:
-    """The template's own text of a conversation, users and replies in turn."""
-    roles = ("user", "assistant")
-    turns = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
-    return renderer.template.render(turns, opens_answer=False, tools=tools).rstrip("\n")
 
 
 def without_times(rollout: Rollout) -> Any:
@@ -283,7 +156,7 @@ def test_a_rendered_history_has_the_thoughts_that_the_template_keeps(
 
 def test_calls_that_cannot_be_made_are_seen(site: Site, renderer: Renderer) -> None:
     rollout = done(site.play("with_faulty_calls"))
-    _, called = texts_of(rollout, renderer)
+    *_, called = texts_of(rollout, renderer)
     given = called.partition(TWO_CALLS)[2]
     assert "Error: look_up: call one tool at a time" in given
     assert given.index("Error") < given.index("found")

@@ -25,9 +25,10 @@ from verification.environments.policy import (
 )
 from verification.environments.text_game import text_game_episode
 from verification.environments.tools import ToolRun, tools_episode
+from verification.environments.verifiers_tasks import VerifiersEpisode
 
 __all__ = [
     "Call", "Chat", "EpisodeInput", "JudgeRefused", "Outcome", "Policy", "PolicyLimit", "Reply",
-    "ToGrade", "ToolRun", "Unavailable", "mcp_episode", "open_env_episode", "text_game_episode",
-    "tools_episode",
+    "ToGrade", "ToolRun", "Unavailable", "VerifiersEpisode", "mcp_episode", "open_env_episode",
+    "text_game_episode", "tools_episode",
 ]  # fmt: skip

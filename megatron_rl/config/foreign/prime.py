@@ -173,8 +173,8 @@ def plain(key: str) -> str:
 
 
 _ENVIRONMENT = (
-    "environments of verifiers do not run here: write [[prompts]] with their data set, and "
-    "[reward.tasks] where an answer is judged in another way; kind reasoning_gym makes its tasks"
+    "environments of verifiers run by VerifiersEpisode (docs/agents.md); or write [[prompts]] with "
+    "their data set, and [reward.tasks] where an answer is judged in another way"
 )
 _LOSS = (
     "algorithm.policy_loss: prime-rl masks tokens whose probability has moved far since they were "

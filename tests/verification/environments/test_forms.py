@@ -22,6 +22,7 @@ def games(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
+LATE = {"mcp_server": "mcp", "open_env": "openenv", "verifiers_tasks": "verifiers"}
 GO = {"role": "user", "content": "go"}
 
 
@@ -253,7 +254,7 @@ def test_the_childs_files_need_the_standard_library_of_python_3_9_only() -> None
                 ours = node.module.removeprefix("verification.environments.")
                 if ours == node.module:
                     # Imported when an episode begins, where the interpreter has it.
-                    late = {"mcp_server": "mcp", "open_env": "openenv"}.get(name)
+                    late = LATE.get(name)
                     assert node.module.split(".")[0] in {*sys.stdlib_module_names, late}
                 elif ours not in seen:
                     left.append(ours)
