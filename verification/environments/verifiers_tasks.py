@@ -96,9 +96,9 @@ class VerifiersEpisode:
         last = trace.calls[-1].error if trace.calls else None
         if last is not None and "context_length_exceeded" in last.message:
             raise PolicyLimit("out_of_tokens")
-        rewards = {name: one and one.value for name, one in trace.rewards.items()}
-        parts = {**trace.metrics, **rewards}
-        if trace.stop_condition in _NOT_THE_POLICYS or None in parts.values():
+        parts = {name: one and one.value for name, one in trace.rewards.items()}
+        is_scored = None not in (*parts.values(), *trace.metrics.values())
+        if trace.stop_condition in _NOT_THE_POLICYS or not is_scored:
             raise RuntimeError(f"no reward after {trace.stop_condition}: {parts}")
         is_correct = trace.reward >= self._correct_from
         reason = "correct" if is_correct else trace.stop_condition or "completed"

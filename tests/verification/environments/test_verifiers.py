@@ -49,14 +49,15 @@ class Word(vf.Task[WordData, vf.State, vf.TaskConfig]):
 
     @vf.reward(weight=0.5)
     async def found(self, trace) -> float:
+        print(f"task {self.hash}", flush=True)
         if "broken" in self.data.words:
             raise KeyError("of the taskset")
         told = [message.content for message in trace.tool_messages]
         return float(sum(f"{word} is a fruit" in told for word in self.data.words))
 
     @vf.metric
-    async def identity(self, trace) -> float:
-        return float(int(self.hash[:8], 16))
+    async def calls(self, trace) -> float:
+        return float(len(trace.tool_messages))
 
 class Words(vf.Taskset[Word, vf.TasksetConfig]):
     def load(self):
@@ -100,7 +101,7 @@ WRITE = """
 import sys
 from vf_of_tests import words
 words.write_prompts(sys.argv[1], task="sums")
-print(*(task.hash[:8] for task in words.environment.taskset))
+print(*(task.hash for task in words.environment.taskset))
 """
 
 
@@ -117,7 +118,8 @@ class Words:
             [PYTHON, "-c", WRITE, str(lines)], cwd=folder, timeout=PATIENCE_S, text=True,
             check=True, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": root},
         )  # fmt: skip
-        self.identities = [int(word, 16) for word in written.stdout.split()]
+        self.hashes = written.stdout.split()
+        self.log = folder / "log"
         self.prompts = [line.prompt for line in read_lines(lines, task="")]
         self.settings = EnvironmentSettings(
             python=PYTHON, paths=(str(folder),), log_path=str(folder / "log"),
@@ -160,8 +162,8 @@ def test_a_conversation_with_tools_is_one_row_of_the_engines_tokens(
     assert isinstance(rollout, Rollout), rollout
     assert rollout.score is not None
     assert (rollout.score.reward, rollout.score.reason) == (reward, reason)
-    assert rollout.score.parts["found"] == reward
-    assert rollout.score.parts["identity"] == words.identities[number]
+    assert rollout.score.parts == {"found": reward}
+    assert f"task {words.hashes[number]}" in words.log.read_text()
     first, second = words.site.engine.rows
     assert rows_of(rollout) == [second] and second[: len(first)] == first
     [text] = texts_of(rollout, words.renderer)
