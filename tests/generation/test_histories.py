@@ -50,7 +50,7 @@ class Talk:
         """Token ids of the prompt that this reply answered."""
         parent = self.tree.turns[-1] if self.tree.turns else None
         place = self.histories.place(parent, self.earlier, [message], self.tools, "sums")
-        turn = self.tree.open(*place, None)
+        turn = self.tree.open(place.parent, place.given, None)
         ids = [*self.renderer.encode(text), *([] if is_cut else [self.renderer.end_id])]
         spans = [VersionSpan(1, 0, len(ids))]
         self.tree.close(turn, Completion(0, ids, [-1.0] * len(ids), spans, "stop"))

@@ -13,38 +13,22 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.weights.folders import conversion
 from megatron_rl.weights.folders.conversion import Request, VerificationFailed, convert
 from megatron_rl.weights.folders.model_files import carried_files
+from tests.family_cases import family_cases
 from tests.tiny_models import (
     GLM4_MOE,
-    GPT_OSS,
     LATENT,
-    MINISTRAL3,
     MIXED_WINDOWS,
-    OLMO3,
-    QWEN3_MOE,
     write_model,
 )
 
 SHARD_BYTES = 150_000
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
-    ("Llama", {}),
-    # As in Mistral-Small, the heads together are not as wide as the hidden state.
-    ("Mistral", {"head_dim": 24}),
-    ("Qwen2", {"tie_word_embeddings": True}),
+    *family_cases(),
     ("Qwen3", {"head_dim": 32, "num_key_value_heads": 1}),
     ("SmolLM3", MIXED_WINDOWS),
-    ("Phi3", {}),
     ("Phi3", {"head_dim": 24, "tie_word_embeddings": True}),
-    ("Mixtral", {"num_local_experts": 4}),
-    ("Ministral3", MINISTRAL3),
-    ("Olmo2", {}),
-    ("Olmo3", {**OLMO3, "tie_word_embeddings": True}),
-    ("Qwen3Moe", {**QWEN3_MOE, "tie_word_embeddings": True}),
-    ("Glm4Moe", {**GLM4_MOE, "first_k_dense_replace": 2}),
     ("Glm4Moe", {**GLM4_MOE, "first_k_dense_replace": 0, "use_qk_norm": False}),
-    ("DeepseekV3", {**LATENT, "first_k_dense_replace": 2}),
     ("DeepseekV3", {**LATENT, "first_k_dense_replace": 0, "q_lora_rank": None}),
-    ("Glm4MoeLite", LATENT),
-    ("GptOss", {**GPT_OSS, "tie_word_embeddings": True}),
 ]
 
 
