@@ -80,7 +80,7 @@ def turns_of(
     number_of = {id(turn): number for number, turn in enumerate(rows.replies)}
     found = []
     for turn, start in zip(rows.replies, rows.starts, strict=True):
-        assert turn.asked is not None
+        assert turn.asked is not None and turn.reply is not None
         follows, messages, tools = turn.asked
         offered = [GivenMessage(TOOLS, escaped(json.dumps(tools)))] if tools else []
         found.append(
@@ -92,6 +92,8 @@ def turns_of(
                 escaped(decode(turn.reply_ids)),
                 round(turn.asked_at - began_at, 3),
                 round(turn.replied_at - began_at, 3),
+                len(turn.prompt),
+                turn.reply.cached_tokens,
             )
         )
     return found

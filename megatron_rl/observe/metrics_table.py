@@ -42,6 +42,11 @@ ROLLOUTS = (
     Entry("environment/wait_s", "mean seconds in which a conversation waited for its environment",
           "a small share of the time of its replies",
           "raise expert.environments.max_episodes, or make the environment faster"),
+    Entry("environment/cached_share", "share of the tokens before later replies of conversations "
+          "that the engine had in its cache", "above 0.8",
+          "raise generator.kv_tokens, or lower expert.environments.max_episodes"),
+    Entry("task/*", "reward, accuracy, reasons and environment of the rollouts of one task, where "
+          "a step has several: task/NAME/rollout/correct"),
 )  # fmt: skip
 
 QUEUE = (

@@ -85,6 +85,10 @@ class ConversationTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     asked_s: Seconds
     replied_s: Seconds
     """Seconds since the conversation began, by the generator's clock."""
+    before: Count
+    """Tokens that the engine was given for the reply."""
+    cached: Count = 0
+    """Of these, tokens that it had in its cache."""
 
 
 class Range(Protocol):

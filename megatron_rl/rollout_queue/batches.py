@@ -233,7 +233,9 @@ def batch_metrics(step: int, groups: list[Group], dropped: DroppedGroups) -> lis
     covers the groups sampled for the batch, and counts dropped groups and completions by reason.
     """
     trained = [scored for group in groups for scored in group.ordered]
-    generated = RolloutTally(trained)
+    generated = RolloutTally()
+    for group in groups:
+        generated.add(group.ordered, group.prompt.task)
     generated.fold(dropped.tally)
     spanning = sum(
         scored.rollout.oldest_version != scored.rollout.newest_version for scored in trained

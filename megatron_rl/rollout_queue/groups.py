@@ -18,18 +18,27 @@ from megatron_rl.protocol.queue_state import UnfinishedGroup
 from megatron_rl.protocol.types import Prompt, Sampling, ScoredRollout
 from megatron_rl.rollout_queue.admission import UntrainedGroup
 
+_OF_TASKS = ("rollout/reward", "rollout/correct", "reason/", "environment/")
+"""Metrics that are told of each task, where there are several."""
+
 
 class RolloutTally:
     """Counts and sums over scored rollouts, kept after the rollouts are released."""
 
-    def __init__(self, rollouts: Iterable[ScoredRollout] = ()) -> None:
+    def __init__(self, rollouts: Iterable[ScoredRollout] = (), task: str = "") -> None:
         self.count = self._conversations = 0
+        self._tasks: dict[str, RolloutTally] = {}
+        """Of each task by its name."""
         self._sums: collections.Counter[str] = collections.Counter()
         self._parts: dict[str, float] = {}
         self._reasons: collections.Counter[str] = collections.Counter()
-        self.add(rollouts)
+        self.add(rollouts, task)
 
-    def add(self, rollouts: Iterable[ScoredRollout]) -> None:
+    def add(self, rollouts: Iterable[ScoredRollout], task: str = "") -> None:
+        """task: of all these rollouts; "": of several, or not to be told apart."""
+        rollouts = list(rollouts)
+        if task:
+            self._tasks.setdefault(task, RolloutTally()).add(rollouts)
         for scored in rollouts:
             rollout, score = scored.rollout, scored.score
             self.count += 1
@@ -46,17 +55,26 @@ class RolloutTally:
                 self._sums["turns"] += rollout.turns
                 self._sums["given_tokens"] += len(rollout.token_ids) - rollout.sampled_tokens
                 self._sums["wait_s"] += rollout.environment_s
+                for turn in rollout.conversation:
+                    if turn.follows >= 0:
+                        self._sums["known"] += turn.before
+                        self._sums["cached"] += turn.cached
 
     def fold(self, other: "RolloutTally") -> None:
         self.count += other.count
         self._conversations += other._conversations
         self._sums.update(other._sums)
         self._reasons.update(other._reasons)
+        for task, tally in other._tasks.items():
+            self._tasks.setdefault(task, RolloutTally()).fold(tally)
         for part, value in other._parts.items():
             self._parts[part] = self._parts.get(part, 0.0) + value
 
     def metrics(self) -> list[Metric]:
-        """Means over all rollouts (a missing part of the reward counts as 0), and reasons."""
+        """Means over all rollouts (a missing part of the reward counts as 0), and reasons.
+
+        Of several tasks the most telling ones for each, too.
+        """
         means = {f"reward/{part}": self._parts[part] for part in sorted(self._parts)}
         names = ("reward", "correct", "format", "length_tokens", "truncated")
         means |= {f"rollout/{name}": self._sums[name] for name in names}
@@ -69,7 +87,19 @@ class RolloutTally:
                 Metric(f"reason/{reason}", count, "sum", count)
                 for reason, count in self._reasons.items()
             ),
+            *self._cache_metrics(),
+            *(
+                one._replace(name=f"task/{task}/{one.name}")
+                for task, tally in self._tasks.items()
+                if len(self._tasks) > 1
+                for one in tally.metrics()
+                if one.name.startswith(_OF_TASKS)
+            ),
         ]
+
+    def _cache_metrics(self) -> list[Metric]:
+        known, cached = self._sums["known"], self._sums["cached"]
+        return [Metric("environment/cached_share", cached, "mean", known)] if known else []
 
 
 NO_VERSION = -1
@@ -202,7 +232,7 @@ class DroppedGroups:
         return total
 
     def add(self, group: Group, reason: str) -> None:
-        self.tallies[group.number] = RolloutTally(group.ordered)
+        self.tallies[group.number] = RolloutTally(group.ordered, group.prompt.task)
         self.reasons[reason] += 1
         self.unfinished.append(unfinished_of(group))
 

@@ -205,6 +205,7 @@ class Fleet:
             turn = ConversationTurn(
                 request.reply_start, request.tokens, len(request.turns) - 1, [], "",
                 request.asked_at - request.leased_at, now - request.leased_at,
+                request.prompt_tokens + request.reply_start,
             )  # fmt: skip
             request.turns.append(turn)
         if request.later and not is_late:

@@ -82,17 +82,15 @@ class RunRecords:
 
 def sampled(record: RolloutRecord) -> list[Sampled]:
     """What its engine sampled of a rollout with times."""
-    times, prompt = record.times, record.prompt_tokens
+    times = record.times
     assert times is not None
     if not record.conversation:
         first = times.leased + max(0.0, times.first_token_s)
-        return [Sampled(times.leased, first, times.done, prompt, record.tokens)]
+        return [Sampled(times.leased, first, times.done, record.prompt_tokens, record.tokens)]
     found = []
     for turn in record.conversation:
         asked, done = times.leased + turn.asked_s, times.leased + turn.replied_s
-        row = max((at for at in record.row_starts if at <= prompt + turn.start), default=0)
-        before = prompt + turn.start - row
-        found.append(Sampled(asked, asked, done, before, turn.end - turn.start))
+        found.append(Sampled(asked, asked, done, turn.before, turn.end - turn.start))
     return found
 
 

@@ -68,8 +68,8 @@ def test_each_rule_drops_what_it_names() -> None:
 
 
 TURNS = [
-    ConversationTurn(0, 4, -1, [GivenMessage("user", "q")], "<think>1</think>a", 0.0, 1.0),
-    ConversationTurn(9, 12, 0, [GivenMessage("user", "and?")], "<think>2</think>b", 2.0, 3.0),
+    ConversationTurn(0, 4, -1, [GivenMessage("user", "q")], "<think>1</think>a", 0.0, 1.0, 2),
+    ConversationTurn(9, 12, 0, [GivenMessage("user", "and?")], "<think>2</think>b", 2.0, 3.0, 11),
 ]
 
 

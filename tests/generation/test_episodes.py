@@ -135,6 +135,8 @@ def test_rows_are_what_the_engine_saw_and_only_its_tokens_are_learnt(
     ]  # fmt: skip
     ranges = [(turn.start, turn.end) for turn in rollout.conversation]
     assert ranges == [(span.start, span.end) for span in rollout.spans]
+    before = [turn.before for turn in rollout.conversation]
+    assert before == [len(rollout.prompt_ids) + span.start for span in rollout.spans]
     times = [at for turn in rollout.conversation for at in (turn.asked_s, turn.replied_s)]
     assert times == sorted(times)
     assert rollout.turns == 3 and rollout.score.reward == 0.5

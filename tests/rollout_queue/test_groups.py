@@ -3,11 +3,13 @@ import random
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.tree import Config, TrainConfig
 from megatron_rl.protocol.metrics import MetricSet
+from megatron_rl.protocol.rollout import ConversationTurn
 from megatron_rl.protocol.types import Score, ScoredRollout
 from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
 from megatron_rl.rollout_queue.groups import (
@@ -193,6 +195,34 @@ def test_part_of_the_reward_that_few_rollouts_have_is_a_mean_over_all_of_them() 
     values = metrics.values()
     assert values["reward/style"] == pytest.approx(0.5 / 3)
     assert values["reward/format"] == pytest.approx(0.2 / 3)
+
+
+def test_tasks_are_told_apart_and_later_replies_by_the_cache() -> None:
+    def spoken(reward: float, *cached: int) -> ScoredRollout:
+        turns = [
+            ConversationTurn(0, 1, place - 1, [], "", 0.0, 0.0, 10, count)
+            for place, count in enumerate(cached)
+        ]
+        reason = "correct" if reward else "out_of_turns"
+        score = Score(reward, {"environment": reward}, reason, is_outcome=True)
+        return ScoredRollout(replace(make_rollout(), conversation=turns), score)
+
+    total = RolloutTally([spoken(1.0, 5, 8)], "game")
+    metrics = MetricSet()
+    metrics.add(total.metrics())
+    assert not any(name.startswith("task/") for name in metrics.values())
+    total.add([spoken(0.0, 9), spoken(1.0, 0, 4, 6)], "chat")
+    metrics = MetricSet()
+    metrics.add(total.metrics())
+    found = metrics.values()
+    # Of 10 tokens each; first replies have nothing to find.
+    assert found["environment/cached_share"] == (8 + 4 + 6) / 30
+    assert found["task/game/environment/cached_share"] == 0.8
+    assert found["task/chat/environment/cached_share"] == 0.5
+    assert found["task/game/rollout/correct"] == 1.0
+    assert found["task/chat/rollout/reward"] == 0.5
+    assert (found["task/chat/reason/out_of_turns"], found["reason/correct"]) == (1, 2)
+    assert "task/chat/reward/environment" not in found
 
 
 def test_counts_by_stage_are_those_of_a_look_at_every_group() -> None:
