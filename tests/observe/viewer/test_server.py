@@ -24,9 +24,9 @@ TAGS = ThinkTags(open="[T]", close="[/T]")
 
 CONVERSATION = [
     {"start": 0, "end": 2, "follows": -1, "given": [{"role": "user", "content": "<b>7?"}],
-     "text": "call", "asked_s": 0.25, "replied_s": 1.0},
+     "text": "call", "asked_s": 0.25, "replied_s": 1.0, "before": 2},
     {"start": 5, "end": 7, "follows": 0, "text": "<i>eight", "asked_s": 2.0, "replied_s": 3.0,
-     "given": [{"role": "tool", "name": "add", "content": "8"}]},
+     "before": 7, "given": [{"role": "tool", "name": "add", "content": "8"}]},
 ]  # fmt: skip
 
 
