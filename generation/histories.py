@@ -34,7 +34,7 @@ class Place(NamedTuple):
     """The turn that it continues; None: it begins a row."""
     given: list[int]
     """Token ids behind the parent's reply."""
-    asked: Asked | None = None
+    asked: Asked
 
 
 class Histories:

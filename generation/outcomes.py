@@ -92,7 +92,7 @@ def turns_of(
                 escaped(decode(turn.reply_ids)),
                 round(turn.asked_at - began_at, 3),
                 round(turn.replied_at - began_at, 3),
-                len(turn.prompt),
+                turn.row_size - len(turn.reply_ids),
                 turn.reply.cached_tokens,
             )
         )

@@ -73,7 +73,7 @@ class RolloutTally:
     def metrics(self) -> list[Metric]:
         """Means over all rollouts (a missing part of the reward counts as 0), and reasons.
 
-        Of several tasks the most telling ones for each, too.
+        With several tasks, the metrics of `_OF_TASKS` follow for each task.
         """
         means = {f"reward/{part}": self._parts[part] for part in sorted(self._parts)}
         names = ("reward", "correct", "format", "length_tokens", "truncated")

@@ -69,7 +69,7 @@ class ScriptedEngine:
 
 
 class Site:
-    """A generator's part that holds conversations, on an event loop of its own."""
+    """The generator's code for conversations, on its own event loop."""
 
     def __init__(
         self, renderer: Renderer, settings: EnvironmentSettings, target: str = "proxied:play",

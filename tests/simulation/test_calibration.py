@@ -182,7 +182,7 @@ def test_conversations_are_fitted_by_their_replies(tmp_path: Path) -> None:
     record(tmp_path, config, workload=workload)
     run = read_run(tmp_path)
     fitted, found = calibrate(run), measure(run)
-    # The engine's costs are those of runs without environments: waits count for nothing.
+    # The fit finds the engine's own costs: it leaves out waits for environments.
     for running, kv in ((8, 1400), (24, 4000)):
         expected = TRUTH.engine.iteration_s(running, kv)
         assert fitted.fitted.engine.iteration_s(running, kv) == pytest.approx(expected, rel=0.1)

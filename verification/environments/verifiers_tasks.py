@@ -46,7 +46,7 @@ class VerifiersEpisode:
 
     def prepare(self) -> None:
         """Load the environment and install its programs, once for all forked episodes."""
-        # uv is usually installed beside the interpreter, which is on nobody's PATH.
+        # pip puts uv into the interpreter's folder, which is usually not in PATH.
         folder = os.path.dirname(sys.executable)
         os.environ["PATH"] = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
         # This ends its threads: none may live when episodes are forked.

@@ -167,11 +167,11 @@ def file_name(name: str, shape: ModelShape) -> str:
 
 
 def fuse_experts(
-    tensors: Iterable[tuple[str, Tensor]], shape: ModelShape, *, is_plain: bool = False
+    tensors: Iterable[tuple[str, Tensor]], shape: ModelShape, *, is_transposed: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors, in the order of `hf_shapes`, with experts as files hold them.
 
-    is_plain: not transposed. Holds those of one layer, which come when its last expert is there.
+    is_transposed: as published. The experts of one layer are held until the last one is there.
     """
     fuses_experts, places = FAMILIES[shape.architecture].fuses_experts, expert_places(shape)
     held: dict[str, Tensor] = {}
@@ -183,10 +183,10 @@ def fuse_experts(
             continue
         block, expert, word, kind = found.groups()
         if not held:
-            held = _empty(block, shape, tensor.dtype, is_plain=is_plain)
+            held = _empty(block, shape, tensor.dtype, is_transposed=is_transposed)
             missing = _PARTS * (1 + shape.has_biases) * shape.experts
         whole = held[file_name(name, shape)][int(expert)]
-        rows = whole if is_plain or kind == "bias" else whole.T
+        rows = whole.T if is_transposed and kind == "weight" else whole
         rows[places[word]].copy_(tensor)
         missing -= 1
         if not missing:
@@ -195,10 +195,10 @@ def fuse_experts(
 
 
 def _empty(
-    block: str, shape: ModelShape, dtype: torch.dtype, *, is_plain: bool
+    block: str, shape: ModelShape, dtype: torch.dtype, *, is_transposed: bool
 ) -> dict[str, Tensor]:
     """The tensors of a layer as files have them, in host memory, not filled yet."""
     found = {}
     for name, (experts, *size) in fused_shapes(block, shape).items():
-        found[name] = torch.empty((experts, *(size[::-1] if is_plain else size)), dtype=dtype)
+        found[name] = torch.empty((experts, *(size if is_transposed else size[::-1])), dtype=dtype)
     return found

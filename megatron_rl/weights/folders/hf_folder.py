@@ -74,7 +74,7 @@ def as_in_source(
     if origin is None:
         yield from fuse_experts(tensors, shape)
         return
-    held = fuse_experts(tensors, shape, is_plain=keeps_rows(origin.text))
+    held = fuse_experts(tensors, shape, is_transposed=not keeps_rows(origin.text))
     yield from ((origin.spelling.rename(name), tensor) for name, tensor in held)
     yield from ((name, tensor[:]) for name, tensor in origin.carried.items())
 

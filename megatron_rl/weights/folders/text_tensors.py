@@ -91,7 +91,7 @@ def _sorted(tensors: dict[str, Any], shape: ModelShape, folder: Path) -> FolderT
 
 
 def _by_expert(tensors: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """The tensors with those of fused experts one by one."""
+    """Split tensors that hold all experts of a layer into tensors of one expert each."""
     if not FAMILIES[shape.architecture].fuses_experts:
         return tensors
     # It needs torch.

@@ -1,7 +1,7 @@
 """Families whose files have several projections or experts in one tensor. Pure functions of sizes.
 
-Used by trainer ranks and engines; `folders/fused_experts.py` reads and writes experts. Rows of
-`qkv_proj` are queries, then keys, then values; those of `gate_up_proj` are gate, then up.
+Used by trainer ranks and engines; `folders/fused_experts.py` reads and writes experts. The rows of
+`qkv_proj` are queries, keys and values, in this order. Those of `gate_up_proj` are gate, then up.
 """
 
 from __future__ import annotations
@@ -63,16 +63,17 @@ def entry_in_files(shape: ModelShape, entry: Entry) -> Entry:
 
 
 def each_expert(name: str, tensor: Tensor, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """The weights of each expert of a file's whole matrix; any other tensor as it is."""
+    """Split a file's tensor of all experts into their weights; pass any other tensor on."""
     block, mark, part = name.rpartition(".experts.")
     words = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.get(part)
     if not mark or words is None:
         yield name, tensor
         return
     matrices = tensor if is_plain(tensor.shape, part, shape) else tensor.mT
+    places = expert_places(shape)
     for expert, matrix in enumerate(matrices):
         for word in words:
-            yield f"{block}.experts.{expert}.{word}_proj.weight", matrix[expert_places(shape)[word]]
+            yield f"{block}.experts.{expert}.{word}_proj.weight", matrix[places[word]]
 
 
 def is_plain(size: Sequence[int], part: str, shape: ModelShape) -> bool:

@@ -111,20 +111,21 @@ function showText() {
   const { record, tokens, why_no_tokens } = state.open;
   const text = at("text");
   const isPlain = state.colour === "none";
+  const known = tokens && !isPlain ? shades(tokens) : [];
   if (record.conversation && !state.isWhole) {
-    text.replaceChildren(...turnsOf(record, tokens));
+    text.replaceChildren(...turnsOf(record, tokens, known));
   } else if (!tokens || (isPlain && !tokens.versions.includes(GIVEN))) {
     const [from, to] = thoughts(record.text, record.prompt_tail);
     const dimmed = element("span", record.text.slice(from, to), "thoughts");
     text.replaceChildren(record.text.slice(0, from), dimmed, record.text.slice(to));
   } else {
-    text.replaceChildren(...coloured(tokens, 0, tokens.texts.length));
+    text.replaceChildren(...coloured(tokens, known, 0, tokens.texts.length));
   }
   at("colours").textContent = `colour by (c): ${state.colour}${whyNot(tokens, why_no_tokens)}`;
 }
 
-function coloured(tokens, from, to) {
-  const known = state.colour === "none" ? [] : shades(tokens);
+// Tokens [from, to); known: the colour of each token, or nothing.
+function coloured(tokens, known, from, to) {
   return tokens.texts.slice(from, to).map((piece, place) => {
     const i = from + place;
     const isGiven = tokens.versions[i] === GIVEN;
@@ -136,7 +137,7 @@ function coloured(tokens, from, to) {
 }
 
 // The messages of a conversation, by role; the policy's replies with their tokens.
-function turnsOf(record, tokens) {
+function turnsOf(record, tokens, known) {
   return record.conversation.flatMap((turn, place) => {
     const versions = record.spans.filter(([, from, to]) => from < turn.end && turn.start < to);
     const said = `policy | reply ${place + 1}, version ${versions.map(([one]) => one).join(", ")}, ` +
@@ -146,7 +147,7 @@ function turnsOf(record, tokens) {
     return [
       ...(isNext ? [] : [element("div", chat, "chat")]),
       ...turn.given.map((one) => message(one.name ? `${one.role} ${one.name}` : one.role, [one.content], "given")),
-      message(said, tokens ? coloured(tokens, turn.start, turn.end) : [turn.text], "reply"),
+      message(said, tokens ? coloured(tokens, known, turn.start, turn.end) : [turn.text], "reply"),
     ];
   });
 }

@@ -30,9 +30,9 @@ class Experts:
     router: str = "gate"
     """Module of the block with the router's weight."""
     fused: str = ""
-    """Not "": files hold the experts of a layer in one tensor of each kind, transposed, as
-    `folders/fused_experts.py` says. "halves": all columns of gates stand before those of ups;
-    "pairs": a gate's column stands before its up's, and engines keep these pairs too."""
+    """How files hold all experts of a layer in one tensor; "": they do not. "halves": the columns
+    of all gates, then the columns of all ups. "pairs": each gate's column, then its up's; engines
+    keep the pairs. See `folders/fused_experts.py`."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Family:
 
     @property
     def pairs_units(self) -> bool:
-        """Whether files and engines hold a gate beside its up: see `Experts.fused`."""
+        """Whether files and engines hold gates and ups in pairs: see `Experts.fused`."""
         return self.experts is not None and self.experts.fused == "pairs"
 
     def of_text(self, values: Mapping[str, Any]) -> "Family":
