@@ -288,7 +288,7 @@ class Episodes:
             return episode.end(await self._play(episode, given))
         except EnvironmentFailed as error:
             reason = sendable(f"the environment failed: {error}")
-            return RolloutFailed(lease.lease_id, index, reason, fault="environment")
+            return RolloutFailed(lease.lease_id, index, reason, fault=error.kind)
         finally:
             self._open.remove(episode)
 

@@ -60,7 +60,7 @@ class ActivityTotals:
         return int(self._sums[name])
 
     def by_reason(self, area: str) -> Counter[str]:
-        """Counts by reason; area: reason, format_failures, groups_dropped, completions_dropped."""
+        """Counts by reason; area: reason, format_failures, groups_dropped or another."""
         start = f"{area}/"
         return Counter(
             {
@@ -87,6 +87,9 @@ def rollouts_text(totals: ActivityTotals) -> str:
         parts.append(f"{verdicts.total()} not ({reasons_text(verdicts)})")
     if format_failures:
         parts.append(f"{format_failures.total()} format failures ({reasons_text(format_failures)})")
+    failed = totals.by_reason("attempts_failed")
+    if failed:
+        parts.append(f"{failed.total()} failed attempts ({reasons_text(failed)})")
     ungraded = totals.by_reason("completions_dropped")
     if ungraded:
         parts.append(f"{ungraded.total()} dropped without a grade ({reasons_text(ungraded)})")

@@ -251,6 +251,9 @@ ACTIVITY = (
           kind="count"),
     Entry("activity/format_failures/*", "completions that fail the format check, by reason",
           kind="count"),
+    Entry("activity/attempts_failed/*", "failed attempts at completions, by what failed: engine; "
+          "crash, hang, flood, start, exception, bad_outcome, judge: the environment", "0",
+          "logs/generator-*.log; logs/environments-*.log", "count"),
     Entry("activity/groups_dropped/*", "groups that were dropped, by reason", kind="count"),
     Entry("activity/completions_dropped/*", "completions left out, by reason", "0",
           "as for queue/completions_dropped_*", "count"),

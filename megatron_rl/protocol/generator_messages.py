@@ -9,6 +9,10 @@ from megatron_rl.protocol.limits import Count, Id, Seconds, Version
 PROMPT_UNRENDERABLE = "prompt_unrenderable"
 """The prompt cannot be tokenized, or leaves no room for a completion."""
 
+EnvironmentFault = Literal["crash", "hang", "flood", "start", "exception", "bad_outcome", "judge"]
+"""What an environment did wrong: its process ended, was too slow, sent too much, did not start,
+raised an exception or returned an invalid outcome; judge: the judge did not answer it."""
+
 
 class EngineActivity(msgspec.Struct, frozen=True):
     """Sums since a generator was first ready to serve, and what it holds now."""
@@ -67,8 +71,13 @@ class RolloutFailed(msgspec.Struct, frozen=True, tag="RolloutFailed"):
     reason: str
     drop_as: str = ""
     """Reason to drop the group at once, if another try must fail too: one of `drop_reasons.py`."""
-    fault: Literal["engine", "environment", "none"] = "engine"
+    fault: EnvironmentFault | Literal["engine", "none"] = "engine"
     """What failed; none: a completion that the queue itself cannot use."""
+
+    @property
+    def is_environments(self) -> bool:
+        """Whether the environment failed, and not the engine."""
+        return self.fault not in ("engine", "none")
 
 
 class RolloutsTaken(msgspec.Struct, frozen=True, tag="RolloutsTaken"):

@@ -31,7 +31,7 @@ _LATE_S = 15.0
 _REPEAT_FACTOR = 4
 """A diagnosis is repeated when the number of scores has grown by this factor."""
 _EXAMPLE_CHARS = 80
-_DROPPED = ("groups_dropped/", "completions_dropped/")
+_LOST = ("attempts_failed/", "groups_dropped/", "completions_dropped/")
 
 Values = dict[str, float | int | str]
 
@@ -89,6 +89,10 @@ class Activity:
         """A scored completion cannot be trained on."""
         self._counts[f"completions_dropped/{reason}"] += 1
 
+    def add_failed_attempt(self, fault: str) -> None:
+        """A generator could not return a completion; it is leased again, up to the limits."""
+        self._counts[f"attempts_failed/{fault}"] += 1
+
     def add_dropped(self, reason: str) -> None:
         self._counts[f"groups_dropped/{reason}"] += 1
 
@@ -103,7 +107,7 @@ class Activity:
             self._busy_since = now
         if self._first_score is None and self._counts["rollouts_scored"]:
             self._first_score = now
-        if self._first_score is None and not self._has_dropped:
+        if self._first_score is None and not self._has_lost:
             return None
         if self._last_row is not None and now - self._last_row < ROW_S and not is_last:
             return None
@@ -123,8 +127,8 @@ class Activity:
         return {PREFIX + name: value for name, value in row.items()}
 
     @property
-    def _has_dropped(self) -> bool:
-        return any(name.startswith(_DROPPED) for name in self._counts)
+    def _has_lost(self) -> bool:
+        return any(name.startswith(_LOST) for name in self._counts)
 
     def _new_diagnosis(self, now: float, records: Path | None) -> str | None:
         """The diagnosis, if its kind changed or scores grew by _REPEAT_FACTOR; else None."""

@@ -1,4 +1,4 @@
-"""Circuit breakers: for grading, for a single engine, and for failing groups. Pure.
+"""Circuit breakers that end a run: for grading, and for failing groups. Pure.
 
 Used by the rollout queue.
 
@@ -15,18 +15,12 @@ with the same weight. It ends the run when
 - at least twice that number of completions were judged.
 
 NOT_GRADED completions do not count: an overloaded node is not a broken verifier.
-
-`EngineBreaker` limits an engine that only fails to one completion at a time. A dying engine fails
-its leases at once, so it has most room, and would use up the attempts of every completion within
-milliseconds.
 """
 
 import collections
 import dataclasses
-import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.tree import QueueConfig
@@ -41,24 +35,12 @@ from megatron_rl.rollout_queue.drop_reasons import (
     TooManyFailures,
 )
 from megatron_rl.rollout_queue.groups import Group
-from megatron_rl.rollout_queue.unleased_groups import PendingGroup
-
-log = logging.getLogger(__name__)
 
 _COMPLETIONS_A_PROMPT = 2
 """Minimum judged completions per prompt of expert.queue.breaker_min_prompts."""
 _TROUBLE_SHARE, _TROUBLE_MIN = 0.1, 8
 """Completions without a grade are reported from this share and this number on."""
 _SHOWN_CHARS = 300
-FAILURES = 3
-"""Different completions that an engine must fail in a row to trip its breaker: a completion that
-fails repeatedly may itself be at fault."""
-PAUSE_S = 1.0
-"""A tripped generator gets nothing for this long, then one completion: a probe."""
-MAX_PAUSE_S = 60.0
-"""Each failed probe doubles the pause, up to this limit."""
-HOPELESS_PROBES = 6
-"""The run ends when every generator failed this number of probes, which takes at least a minute."""
 
 
 @dataclasses.dataclass
@@ -218,79 +200,6 @@ def _share_lost(counts: _Counts) -> float:
 def _shown(failure: ScoreFailure) -> str:
     """The error text in printable characters, since it may quote a completion."""
     return repr(failure.detail[:_SHOWN_CHARS])
-
-
-class Failed(NamedTuple):
-    """A completion that an engine failed."""
-
-    pending: PendingGroup
-    index: int
-
-
-@dataclasses.dataclass
-class _Streak:
-    """Failures of a generator since its last success."""
-
-    failures: list[Failed] = dataclasses.field(default_factory=list)
-    """Failures before the breaker tripped."""
-    tripped_at: float | None = None
-    pause_s: float = PAUSE_S
-    probes: int = 0
-    """Failed probes."""
-    resumes_at: float = 0.0
-    """When the next probe may be leased."""
-
-
-class EngineBreaker:
-    """Failure streaks of generators, by name."""
-
-    def __init__(self) -> None:
-        self._streaks: dict[str, _Streak] = {}
-
-    def note_success(self, name: str) -> bool:
-        """A completion came back; returns whether that ends a pause."""
-        streak = self._streaks.pop(name, None)
-        if streak is None or streak.tripped_at is None:
-            return False
-        log.warning("generator %s generates again", name)
-        return True
-
-    def note_failure(self, name: str, failed: Failed, leased_at: float, now: float) -> list[Failed]:
-        """The engine failed a completion; returns the failures that are the engine's fault."""
-        streak = self._streaks.setdefault(name, _Streak())
-        if streak.tripped_at is None:
-            streak.failures.append(failed)
-            if len({(one.pending.group.number, one.index) for one in streak.failures}) < FAILURES:
-                return []
-            streak.tripped_at, streak.resumes_at = now, now + streak.pause_s
-            log.warning(
-                "generator %s failed %d completions in a row: it gets one at a time", name, FAILURES
-            )
-            return streak.failures
-        # Leases from before the breaker tripped fail in one burst: only probes count.
-        if leased_at > streak.tripped_at:
-            streak.probes += 1
-            streak.pause_s = min(2 * streak.pause_s, MAX_PAUSE_S)
-            streak.resumes_at = now + streak.pause_s
-        return [failed]
-
-    def forget(self, name: str) -> None:
-        self._streaks.pop(name, None)
-
-    def are_hopeless(self, names: Iterable[str]) -> bool:
-        """Whether all of these generators fail every probe."""
-        streaks = [self._streaks.get(name) for name in names]
-        return bool(streaks) and all(
-            streak is not None and streak.probes >= HOPELESS_PROBES for streak in streaks
-        )
-
-    def limits(self, now: float) -> dict[str, int]:
-        """Maximum completions of each tripped generator now."""
-        return {
-            name: int(now >= streak.resumes_at)
-            for name, streak in self._streaks.items()
-            if streak.tripped_at is not None
-        }
 
 
 class FailureCount:

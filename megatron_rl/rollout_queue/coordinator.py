@@ -155,7 +155,8 @@ class Coordinator:
             case RolloutDone():
                 self._on_rollout(peer, message, now)
             case RolloutFailed():
-                self._leases.take_failure(peer, message, now)
+                if self._leases.take_failure(peer, message, now):
+                    self._activity.add_failed_attempt(message.fault)
             case VerifierReady():
                 self._scoring.announce(peer, message, now)
             case ScoreDone():
@@ -350,7 +351,8 @@ class Coordinator:
             self._judged_at = now
             self._leases.expire(now)
             self._scoring.expire(now)
-        self._activity.trouble = self._breaker.find_trouble()
+        trouble = self._leases.environments.find_trouble() or self._breaker.find_trouble()
+        self._activity.trouble = trouble
         self._write_rows(now, in_flight=self._leases.outstanding)
         if row := self._presence.take_row():
             self._metrics.write(self._synced, row)

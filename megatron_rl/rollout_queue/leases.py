@@ -12,14 +12,13 @@ gives back counts as neither.
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import Cancel, GeneratorReady, Lease, Rollout, RolloutFailed
 from megatron_rl.rollout_queue.admission import LeaseRules
-from megatron_rl.rollout_queue.circuit_breakers import EngineBreaker, Failed
 from megatron_rl.rollout_queue.drop_reasons import (
     GroupFailure,
     ScoreFailure,
@@ -29,6 +28,7 @@ from megatron_rl.rollout_queue.drop_reasons import (
 )
 from megatron_rl.rollout_queue.faults import FaultyRollout, RolloutLimits, find_fault
 from megatron_rl.rollout_queue.groups import Group, Origin
+from megatron_rl.rollout_queue.lease_breakers import EngineBreaker, EnvironmentBreaker, Failed
 from megatron_rl.rollout_queue.peers import Peer, Peers, PeerSelection
 from megatron_rl.rollout_queue.unleased_groups import (
     Eligible,
@@ -50,10 +50,10 @@ class Leases:
         self,
         config: QueueConfig,
         limits: RolloutLimits | None = None,
-        environments: Collection[str] = (),
+        environments: Mapping[str, str] | None = None,
     ) -> None:
-        """environments: tasks that have one."""
-        self._environments = environments
+        """environments: of each task that has one."""
+        self.environments = EnvironmentBreaker(environments or {})
         self._config, self.limits = config, limits or RolloutLimits()
         self.fence_grace_s = config.lease_timeout_s
         """A generator without weights keeps its leases for this long."""
@@ -126,15 +126,22 @@ class Leases:
         if not self._generators.select().has_room:
             return None
         eligible = Eligible(*(self._eligible(rules, is_evaluation=one) for one in (False, True)))
+        for task in self.environments.find_due(now):
+            if (choice := self._waiting.choose_held(task, eligible)) is not None:
+                self.environments.note_probe(task, now)
+                return self._lease(*choice, now, most=1)
         choice = self._waiting.choose(rules, eligible, anywhere=False)
-        if choice is None and (group := open_group()) is not None:
+        # More than one only if the environment of the first one's task fails.
+        while choice is None and (group := open_group()) is not None:
             self.add(group)
             choice = self._waiting.choose(rules, eligible, anywhere=False)
         choice = choice or self._waiting.choose(rules, eligible, anywhere=True)
         return self._lease(*choice, now) if choice is not None else None
 
-    def _lease(self, pending: PendingGroup, name: str, now: float) -> tuple[str, Lease]:
-        count = min(len(pending.unleased), self._generators[name].room)
+    def _lease(
+        self, pending: PendingGroup, name: str, now: float, *, most: int | None = None
+    ) -> tuple[str, Lease]:
+        count = min(len(pending.unleased[:most]), self._generators[name].room)
         indices, pending.unleased = pending.unleased[:count], pending.unleased[count:]
         if not pending.unleased:
             self._waiting.remove(pending)
@@ -143,7 +150,7 @@ class Leases:
         pending.attempts.update(indices)
         group = pending.group
         prompt = group.prompt
-        if prompt.task not in self._environments:
+        if prompt.task not in self.environments.targets:
             # Only verifiers need the tests of programs, which can be long.
             prompt = msgspec.structs.replace(prompt, entry="")
         lease = Lease(self._next_id, prompt, indices, group.sampling_of(indices))
@@ -175,6 +182,8 @@ class Leases:
             return None
         if self._breaker.note_success(name):
             self._generators.limit(name, None)
+        if self.environments.note_success(task := lease.pending.group.prompt.task):
+            self._waiting.release(task)
         return self._note_returned(lease, rollout.index, now)
 
     def _note_returned(self, lease: OpenLease, index: int, now: float) -> Group:
@@ -185,25 +194,29 @@ class Leases:
             del self._groups[pending.group.number]
         return pending.group
 
-    def take_failure(self, name: str, failure: RolloutFailed, now: float) -> None:
+    def take_failure(self, name: str, failure: RolloutFailed, now: float) -> bool:
         """Lease a failed completion again, or drop its group as the failure asks.
 
-        Raises WireError for a reason that is not in GROUP_REASONS.
+        Returns whether the queue still waited for it. Raises WireError for a reason that is not in
+        GROUP_REASONS, TooManyFailures if an environment does not work again.
         """
         check_reason(name, failure)
         lease = self._return(name, failure.lease_id, failure.index, now)
         if lease is None:
-            return
+            return False
         pending = lease.pending
         if failure.drop_as:
             self.cancel(pending.group)
             self._failures.append(GroupFailure(pending.group, failure.drop_as, failure.reason))
-            return
-        tries = pending.attempts[failure.index]
-        if failure.fault == "environment" and tries >= self._config.max_attempts:
-            group = self._note_returned(lease, failure.index, now)
-            self._failures.append(lost_conversation(group, failure, tries))
-            return
+            return True
+        if failure.is_environments:
+            if self.environments.note_failure(lease, failure, now):
+                self._waiting.hold(pending.group.prompt.task)
+            tries = pending.attempts[failure.index]
+            if tries >= self._config.max_attempts:
+                group = self._note_returned(lease, failure.index, now)
+                self._failures.append(lost_conversation(group, failure, tries))
+                return True
         self._waiting.avoid(pending, name)
         self._last_failure = f"{name} failed: {failure.reason}"
         if failure.fault == "engine":
@@ -211,6 +224,7 @@ class Leases:
             for forgiven in self._breaker.note_failure(name, failed, lease.leased_at, now):
                 forgiven.pending.count_as_lost([forgiven.index])
         self._repeat(pending, [failure.index], self._last_failure, is_lost=False)
+        return True
 
     def expire(self, now: float) -> None:
         """Give up the leases of silent generators, and leases that returned nothing for long.
@@ -378,4 +392,7 @@ class Leases:
     def describe(self, now: float) -> str:
         """One line: leases, waiting completions, generators."""
         leased = f"{self.leased} completions in {len(self._open)} leases"
-        return f"{leased}, {self.waiting} wait; generators: {self._generators.describe(now)}"
+        if held := self._waiting.held_completions:
+            leased += f", {held} wait for an environment that fails"
+        waiting = self.waiting - held
+        return f"{leased}, {waiting} wait; generators: {self._generators.describe(now)}"

@@ -26,7 +26,7 @@ _Position = tuple[bool, int, int]
 
 @dataclasses.dataclass(eq=False)
 class PendingGroup:
-    """A group with unreturned completions. `UnleasedGroups` sets the last three fields."""
+    """A group with unreturned completions. `UnleasedGroups` sets the last four fields."""
 
     group: Group
     unleased: list[int]
@@ -44,6 +44,8 @@ class PendingGroup:
     """Generators that failed a completion of the group, avoided while there are others."""
     is_waiting: bool = False
     """Whether it is in `UnleasedGroups`."""
+    is_held: bool = False
+    """Whether it waits there for the environment of its task."""
 
     @property
     def position(self) -> _Position:
@@ -115,16 +117,50 @@ class UnleasedGroups:
         """Training groups that avoid no generator, by position."""
         self._avoiding: list[PendingGroup] = []
         """The other training groups, by position."""
+        self._held: dict[str, list[PendingGroup]] = {}
+        """By task whose environment fails: its groups, which `choose` does not see."""
 
     def add(self, pending: PendingGroup) -> None:
-        bisect.insort(self._queue, pending, key=_position_of)
         pending.is_waiting = True
+        if (held := self._held.get(pending.group.prompt.task)) is not None:
+            pending.is_held = True
+            held.append(pending)
+            return
+        bisect.insort(self._queue, pending, key=_position_of)
         self._file(pending)
 
     def remove(self, pending: PendingGroup) -> None:
-        self._unfile(pending)
-        pending.is_waiting = False
-        _remove(self._queue, pending)
+        if pending.is_held:
+            self._held[pending.group.prompt.task].remove(pending)
+        else:
+            self._unfile(pending)
+            _remove(self._queue, pending)
+        pending.is_waiting = pending.is_held = False
+
+    def hold(self, task: str) -> None:
+        """Keep the task's groups, and those that come, from `choose`."""
+        found = [pending for pending in self._queue if pending.group.prompt.task == task]
+        for pending in found:
+            self.remove(pending)
+        self._held[task] = []
+        for pending in found:
+            self.add(pending)
+
+    def release(self, task: str) -> None:
+        """Let `choose` see the task's groups again."""
+        for pending in self._held.pop(task):
+            pending.is_held = False
+            self.add(pending)
+
+    def choose_held(self, task: str, eligible: Eligible) -> tuple[PendingGroup, str] | None:
+        """A held group of the task, another one each time, and a generator with room for it."""
+        held = self._held[task]
+        for place, pending in enumerate(held):
+            name = find_generator(pending, eligible.of(pending.group), anywhere=True)
+            if name is not None:
+                held.append(held.pop(place))
+                return pending, name
+        return None
 
     def set_home(self, pending: PendingGroup, home: str) -> None:
         """Set the home of a group, queued or not."""
@@ -195,12 +231,12 @@ class UnleasedGroups:
         return first, generator
 
     def _file(self, pending: PendingGroup) -> None:
-        if pending.is_waiting and not pending.group.evaluation:
+        if pending.is_waiting and not pending.is_held and not pending.group.evaluation:
             line = self._avoiding if pending.avoided else self._by_home.setdefault(pending.home, [])
             bisect.insort(line, pending, key=_position_of)
 
     def _unfile(self, pending: PendingGroup) -> None:
-        if not pending.is_waiting or pending.group.evaluation:
+        if not pending.is_waiting or pending.is_held or pending.group.evaluation:
             return
         if pending.avoided:
             _remove(self._avoiding, pending)
@@ -212,7 +248,16 @@ class UnleasedGroups:
 
     @property
     def completions(self) -> int:
-        return sum(len(pending.unleased) for pending in self._queue)
+        return sum(map(_count_unleased, self._queue)) + self.held_completions
+
+    @property
+    def held_completions(self) -> int:
+        """Those of tasks whose environment fails."""
+        return sum(sum(map(_count_unleased, held)) for held in self._held.values())
+
+
+def _count_unleased(pending: PendingGroup) -> int:
+    return len(pending.unleased)
 
 
 def _remove(line: list[PendingGroup], pending: PendingGroup) -> None:

@@ -301,7 +301,7 @@ def test_first_messages_without_room_are_the_environments_failure(
     tmp_path: Path, renderer: Renderer
 ) -> None:
     [failed] = play(tmp_path, ScriptedEngine(renderer, lambda _: "x"), "opens_wide")
-    assert isinstance(failed, RolloutFailed) and failed.fault == "environment"
+    assert isinstance(failed, RolloutFailed) and failed.fault == "bad_outcome"
     assert "leave no room for a reply" in failed.reason
 
 
@@ -321,7 +321,7 @@ def test_a_bug_of_the_environment_is_its_failure_and_no_reward(
     found = play(tmp_path, engine, "breaks", indices=3)
     assert sorted(one.index for one in found if isinstance(one, RolloutFailed)) == [0, 1, 2]
     for one in found:
-        assert isinstance(one, RolloutFailed) and one.fault == "environment"
+        assert isinstance(one, RolloutFailed) and one.fault == "exception"
         assert "a bug of the environment" in one.reason
 
 
@@ -368,5 +368,5 @@ def test_the_last_reply_is_graded_where_the_task_has_a_comparison(
     [spelled] = play(tmp_path, engine, "spells", graded=frozenset({"sums"}))
     assert isinstance(spelled, Rollout) and spelled.to_grade == "half of \\ud83d"
     [failed] = play(tmp_path, engine, "graded")
-    assert isinstance(failed, RolloutFailed) and failed.fault == "environment"
+    assert isinstance(failed, RolloutFailed) and failed.fault == "bad_outcome"
     assert "its task has no reward.tasks.NAME.compare" in failed.reason

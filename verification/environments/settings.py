@@ -4,11 +4,9 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from megatron_rl.config.reward import EnvironmentsConfig
-
-FailureKind = Literal["crash", "hang", "flood", "start", "exception", "bad_outcome", "judge"]
+from megatron_rl.protocol.generator_messages import EnvironmentFault
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def environment_settings(config: EnvironmentsConfig, log_path: Path) -> Environm
 class EnvironmentFailed(Exception):
     """An environment did something wrong: the episode has no outcome, and earns no reward."""
 
-    def __init__(self, reason: str, kind: FailureKind) -> None:
+    def __init__(self, reason: str, kind: EnvironmentFault) -> None:
         super().__init__(f"{kind}: {reason}")
         self.reason = reason
-        self.kind: FailureKind = kind
+        self.kind: EnvironmentFault = kind
