@@ -7,7 +7,7 @@ for its backward pass. Their layer has dropout, biases, GELU and stored attentio
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron_rl.plan.parameters import Division
 from megatron_rl.weights.layout.shape import ModelShape
@@ -34,6 +34,16 @@ class Microbatch:
     """Microbatches of an optimizer step on a data-parallel rank."""
 
 
+class Activations(NamedTuple):
+    """Bytes of activations on a rank."""
+
+    kept: int
+    """Of all layers, for their backward passes."""
+    backward: int
+    """What the backward pass of one layer needs beside them: recomputed ones, and gradients. The
+    last stage's logits are gone by then."""
+
+
 def layer_elements(shape: ModelShape, division: Division, *, is_fused: bool = False) -> float:
     """Elements for each token that one layer keeps for its backward pass on one rank.
 
@@ -47,7 +57,7 @@ def layer_elements(shape: ModelShape, division: Division, *, is_fused: bool = Fa
         norms += (
             2 * shape.q_rank + 2 * shape.kv_rank + shape.rotary_dim
         ) / division.sequence_shards
-    attention = _attention_elements(shape)
+    attention = _attention_elements(shape, has_context_ranks=is_fused and division.context > 1)
     if shape.experts:
         experts = _expert_elements(shape, division, is_fused=is_fused)
         return norms + attention / division.tensor + experts
@@ -55,8 +65,11 @@ def layer_elements(shape: ModelShape, division: Division, *, is_fused: bool = Fa
     return norms + (attention + elements * shape.ffn) / division.tensor
 
 
-def _attention_elements(shape: ModelShape) -> int:
-    """As `layer_elements` for attention, over all tensor ranks."""
+def _attention_elements(shape: ModelShape, *, has_context_ranks: bool) -> int:
+    """As `layer_elements` for attention, over all tensor ranks.
+
+    has_context_ranks: TransformerEngine exchanges keys and values among them, in a copy.
+    """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if shape.kv_rank:
         values = shape.heads * shape.value_dim
@@ -64,6 +77,10 @@ def _attention_elements(shape: ModelShape) -> int:
         return queries + (queries + keys) + values + values
     # The fused projection (values are a view of it), rotated queries and keys, the result.
     attention = (queries + 2 * keys) + (queries + keys) + queries
+    if has_context_ranks:
+        # The copy takes the place of rotated keys, and of the projection if no norm keeps it.
+        is_kept = shape.has_qk_norm or shape.norms_all_heads
+        attention = (queries + 2 * keys) * (1 + is_kept) + queries
     if shape.norms_all_heads:
         # In float32, as two elements: queries and keys, and the same normed.
         return attention + 4 * (queries + keys)
@@ -142,8 +159,8 @@ def activation_bytes(
     recompute: Recompute,
     modules: Collection[str] = (),
     is_fused: bool = False,
-) -> int:
-    """Peak bytes of activations on a rank of `stage`, with the gradients of one layer.
+) -> Activations:
+    """Peak bytes of activations on a rank of `stage`.
 
     recompute "full" keeps the input of each layer and recomputes one layer at a time; "selective"
     does so with the modules alone.
@@ -159,15 +176,17 @@ def activation_bytes(
         elements += held * shape.hidden / division.sequence_shards
     if stage == division.pipeline - 1:
         elements += 2 * shape.hidden / division.sequence_shards
-    # One layer at a time is recomputed: the largest is the peak.
-    elements += max(again for _, again in costs)
     if is_fused and division.pipeline > 1:
         # What stages exchange: an output and an early input, and their gradients; half at the ends.
         ends = (stage == 0) + (stage == division.pipeline - 1)
         elements += (4 - 2 * ends) * shape.hidden / division.sequence_shards
     gradients = _fused_gradient_elements if is_fused else _gradient_elements
-    elements += max(gradients(kind, division) for kind, _ in kinds)
-    return round(tokens * elements * item_bytes)
+    # One layer at a time is recomputed: the largest is the peak.
+    backward = max(again for _, again in costs) + max(
+        gradients(kind, division) for kind, _ in kinds
+    )
+    size = tokens * item_bytes
+    return Activations(round(size * elements), round(size * backward))
 
 
 def _layer_cost(

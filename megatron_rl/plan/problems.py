@@ -42,7 +42,7 @@ def shared_memory(config: Config, trainer: RankMemory, engine: EngineMemory) -> 
     # take is not known, so all of it counts.
     return SharedMemory(
         trainers_turn=both - given_back,
-        engines_turn=both - trainer.activations - trainer.logits,
+        engines_turn=both - trainer.passes,
     )
 
 

@@ -103,7 +103,7 @@ def _trainer_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:
         "float32 masters": states.masters,
         "Adam's moments": states.moments,
         "activations": rank.activations,
-        "logits": rank.logits,
+        "logits, or the backward pass of a layer": max(rank.logits, rank.backward),
         "buffers of a weight sync": rank.sync_buffers,
         **({"buffers of overlap_tensor": rank.overlap_buffers} if rank.overlap_buffers else {}),
         "CUDA, NCCL, fragments (allowance)": rank.reserve,

@@ -109,7 +109,11 @@ class RankMemory:
     """Elements, not bytes."""
     states: StateBytes
     activations: int
+    """Kept for the backward passes of all layers."""
+    backward: int
+    """What the backward pass of one layer needs beside them."""
     logits: int
+    """They are gone when the backward passes of the layers begin."""
     sync_buffers: int
     overlap_buffers: int = 0
     """Of expert.parallel.overlap_tensor."""
@@ -118,8 +122,13 @@ class RankMemory:
     @property
     def total(self) -> int:
         """The peak, as a sum of parts that are not all at theirs at once."""
-        parts = (self.activations, self.logits, self.sync_buffers, self.overlap_buffers)
-        return self.states.total + sum(parts) + self.reserve
+        parts = (self.states.total, self.passes, self.sync_buffers, self.overlap_buffers)
+        return sum(parts) + self.reserve
+
+    @property
+    def passes(self) -> int:
+        """Of a forward and backward pass."""
+        return self.activations + max(self.backward, self.logits)
 
 
 def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
@@ -174,6 +183,16 @@ def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankM
         logits = logits_bytes(rows, columns, setting.logprob_chunk_tokens)
         if setting.compares_vocabularies:
             logits += (rows + columns) * shape.hidden * setting.item_bytes
+    activations = activation_bytes(
+        shape,
+        division,
+        setting.microbatch,
+        stage=stage,
+        item_bytes=setting.item_bytes,
+        recompute=setting.recompute,
+        modules=setting.recompute_modules,
+        is_fused=setting.has_fused_units,
+    )
     return RankMemory(
         stage=stage,
         parameters=parameters.total,
@@ -184,16 +203,8 @@ def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankM
             is_fp8=setting.is_fp8,
             is_offloaded=setting.is_offloaded,
         ),
-        activations=activation_bytes(
-            shape,
-            division,
-            setting.microbatch,
-            stage=stage,
-            item_bytes=setting.item_bytes,
-            recompute=setting.recompute,
-            modules=setting.recompute_modules,
-            is_fused=setting.has_fused_units,
-        ),
+        activations=activations.kept,
+        backward=activations.backward,
         logits=logits,
         sync_buffers=setting.sync_buffer_bytes
         + setting.dequantises * parameters.total * setting.item_bytes,

@@ -1,5 +1,6 @@
 """Predicted activations beside what Megatron's layers keep, and the schedules worked by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,18 @@ def test_a_layer_worked_by_hand() -> None:
     assert layer_elements(SHAPE, Division(tensor=2, is_sequence_parallel=True)) == 16 + 96 / 2
 
 
+def test_context_ranks_keep_copies_of_keys_and_values_alone() -> None:
+    context = Division(context=2)
+    # Rotated queries, the copy, the result; the fused unit has three times 12.
+    assert layer_elements(SHAPE, context, is_fused=True) == 4 * 8 + 8 + 2 * 4 + 8 + 3 * 12
+    # A norm of queries and keys keeps the projection, and its copy of the queries.
+    normed = replace(SHAPE, has_qk_norm=True)
+    more = (8 + 2 * 4) + 8
+    assert layer_elements(normed, context, is_fused=True) == 92 + more
+    # The layers for the CPU exchange them otherwise.
+    assert layer_elements(SHAPE, context) == LAYER
+
+
 @pytest.mark.parametrize(
     ("stage", "virtual_stages", "count", "held"),
     [
@@ -130,10 +143,10 @@ def test_full_recomputation_keeps_the_input_of_each_layer_and_one_layer() -> Non
                          recompute=recompute)
         for recompute in ("none", "full")
     )  # fmt: skip
-    # Embedding, final norm and its output, gradients of three times 12 units and twice the input.
-    common = 8 + 2 * 8 + 3 * 12 + 2 * 8
-    assert none == 10 * 2 * (4 * LAYER + common)
-    assert full == 10 * 2 * (4 * 8 + LAYER + common)
+    # Embedding, final norm and its output; gradients of three times 12 units and twice the input.
+    ends, gradients = 8 + 2 * 8, 3 * 12 + 2 * 8
+    assert none == (10 * 2 * (4 * LAYER + ends), 10 * 2 * gradients)
+    assert full == (10 * 2 * (4 * 8 + ends), 10 * 2 * (LAYER + gradients))
 
 
 def test_context_ranks_share_the_tokens() -> None:
@@ -142,7 +155,7 @@ def test_context_ranks_share_the_tokens() -> None:
                          recompute="none")
         for context in (1, 2)
     )  # fmt: skip
-    assert whole == 2 * shared
+    assert whole == (2 * shared.kept, 2 * shared.backward)
 
 
 def test_logits_in_chunks_need_one_chunk() -> None:

@@ -21,8 +21,9 @@ TURNS = [*SHARED, "generator.release_memory=true", "weights.kv_cache=recompute"]
 def test_turns_take_turns_with_what_is_given_back() -> None:
     states = StateBytes(weights=2, gradients=4, masters=4, moments=8)
     trainer = RankMemory(
-        stage=0, parameters=1, states=states, activations=30, logits=7, sync_buffers=3, reserve=5
-    )
+        stage=0, parameters=1, states=states, activations=30, backward=6, logits=7, sync_buffers=3,
+        reserve=5,
+    )  # fmt: skip
     engine = EngineMemory(weights=11, kv_per_token=2, reserve=13, kv_room=1000)
     cache = ["generator.kv_tokens=10", "generator.context_tokens=5", "sampling.max_new_tokens=4",
              "eval.max_new_tokens=4", "reward.length_margin_tokens=1"]  # fmt: skip
@@ -31,7 +32,7 @@ def test_turns_take_turns_with_what_is_given_back() -> None:
         for given in ([], SHARED, TURNS)
     )
     assert alone is None
-    # 18 + 30 + 7 + 3 + 5 of the trainer, 11 + 10 * 2 + 13 of the engine.
+    # 18 + 30 + max(6, 7) + 3 + 5 of the trainer, 11 + 10 * 2 + 13 of the engine.
     assert beside == SharedMemory(107, 107)
     assert turns == SharedMemory(trainers_turn=63 + 13, engines_turn=107 - 37)
     assert turns.peak == 76

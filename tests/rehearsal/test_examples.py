@@ -30,7 +30,7 @@ GLM = GLM_45_AIR | {"num_hidden_layers": 8}
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.slow(60)
-@pytest.mark.parametrize("name", [*EXAMPLES, "one_node-offload"])
+@pytest.mark.parametrize("name", [*EXAMPLES, "one_gpu-offload", "one_node-offload"])
 def test_an_example_has_no_problem_and_the_planned_memory(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,20 +56,18 @@ def test_an_example_has_no_problem_and_the_planned_memory(
 @pytest.mark.timeout(300)
 @pytest.mark.slow(60)
 @pytest.mark.parametrize(
-    ("values", "layout", "tolerance"),
+    ("values", "layout"),
     [
-        # With few layers of any kind on a stage, the plan is some percent too high.
-        (GLM, ("tensor=2", "sequence=true", "expert=2"), 0.04),
-        (GLM, ("pipeline=2", "data=2", "expert=2"), 0.04),
-        (GPT_OSS_20B, ("tensor=2", "sequence=true", "data=4", "expert=8"), 0.03),
-        (GPT_OSS_20B, ("pipeline=2", "data=4", "expert=4"), 0.03),
+        (GLM, ("tensor=2", "sequence=true", "expert=2")),
+        (GLM, ("pipeline=2", "data=2", "expert=2")),
+        (GPT_OSS_20B, ("tensor=2", "sequence=true", "data=4", "expert=8")),
+        (GPT_OSS_20B, ("pipeline=2", "data=4", "expert=4")),
     ],
     ids=["glm-tensor", "glm-pipeline", "gpt-oss-tensor", "gpt-oss-pipeline"],
 )
 def test_layers_of_two_kinds_need_the_planned_memory_with_transformer_engine(
     values: dict[str, Any],
     layout: tuple[str, ...],
-    tolerance: float,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -85,7 +83,7 @@ def test_layers_of_two_kinds_need_the_planned_memory_with_transformer_engine(
     found = json.loads(capsys.readouterr().out)
     assert found["problems"] == []
     for stage in found["stages"]:
-        assert stage["peak_bytes"] == pytest.approx(stage["planned_bytes"], rel=tolerance)
+        assert stage["peak_bytes"] == pytest.approx(stage["planned_bytes"], rel=0.03)
 
 
 @pytest.mark.exhaustive
