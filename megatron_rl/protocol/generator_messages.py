@@ -71,7 +71,7 @@ class RolloutFailed(msgspec.Struct, frozen=True, tag="RolloutFailed"):
     reason: str
     drop_as: str = ""
     """Reason to drop the group at once, if another try must fail too: one of `drop_reasons.py`."""
-    fault: EnvironmentFault | Literal["engine", "none"] = "engine"
+    fault: Literal["engine", "none", EnvironmentFault] = "engine"
     """What failed; none: a completion that the queue itself cannot use."""
 
     @property

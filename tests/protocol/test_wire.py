@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.protocol import types
 from megatron_rl.protocol.endpoints import ENDPOINTS, Endpoint, names_of
-from megatron_rl.protocol.generator_messages import EngineActivity
+from megatron_rl.protocol.generator_messages import EngineActivity, EnvironmentFault
 from megatron_rl.protocol.node_messages import PhaseKind, RoleRestart, TrainerOrder, TrainerPart
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.queue_state import (
@@ -113,7 +113,7 @@ def plain(kind: type) -> Any:
         list[list[int]]: [[1], [2, 3]], dict[str, int]: {"answers": 4, "code": 1},
         dict[str, str]: {"NCCL_CUMEM_ENABLE": "1"}, dict[int, str]: {0: "10.0.0.1", 1: "10.0.0.2"},
         LengthRule | None: LengthRule(8, 2, 0.1),
-        Literal["engine", "environment", "none"]: "environment",
+        Literal["engine", "none", EnvironmentFault]: "hang",
         EngineActivity | None: EngineActivity(1.5, 2.5, 300, 4, 40, 5, 1),
         tuple[RoleRestart, ...]: (RoleRestart("generator-1", "generator", -9, 1, 3, 1),),
         TrainerOrder: TrainerOrder(start=3, stop=2),
