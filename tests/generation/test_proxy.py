@@ -193,7 +193,7 @@ def test_10_000_malformed_requests_disturb_nobody(site: Site) -> None:
     process = psutil.Process()
     before = process.memory_info().rss
     flood, *loops = site.wait(both())
-    assert isinstance(flood, RolloutFailed) and flood.fault == "environment"
+    assert isinstance(flood, RolloutFailed) and flood.fault == "flood"
     assert "flood: it went on after 1000 of its requests were refused" in flood.reason
     expected = without_times(done(site.play("by_chat")))
     assert loops and all(without_times(done(loop)) == expected for loop in loops)
