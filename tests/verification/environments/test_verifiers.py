@@ -186,7 +186,7 @@ def test_an_environment_that_speaks_between_turns_makes_one_row(words: Words) ->
 
 def test_a_failure_of_the_taskset_is_no_reward(words: Words) -> None:
     failed = words.play(3)
-    assert isinstance(failed, RolloutFailed) and failed.fault == "environment"
+    assert isinstance(failed, RolloutFailed) and failed.fault == "exception"
     assert "TaskError" in failed.reason and "of the taskset" in failed.reason
 
 
