@@ -4,7 +4,6 @@ import pytest
 
 from megatron_rl.weights.layout.families import FAMILIES
 from tests.generation import fleet, test_sglang_layout
-from tests.trainer import test_parallel_layouts
 from tests.trainer.model import test_families
 from tests.weights.folders import test_round_trip
 from tests.wrapped_models import WRAPPERS, class_of
@@ -28,4 +27,3 @@ def test_a_family_has_cases_in_every_matrix(architecture: str) -> None:
     assert name in served, "parameters of SGLang"
     if name not in LIKE:
         assert name in {one["family"] for one in fleet.MODELS.values()}, "weight syncs in flight"
-        assert name in test_parallel_layouts.FAMILIES, "gradients under parallel layouts"
