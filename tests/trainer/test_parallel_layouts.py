@@ -116,6 +116,8 @@ def splits_of(options: dict[str, Any], family: Family) -> list[str]:
     if options["num_key_value_heads"] % 2 == 0:
         splits += [SEQUENCE, f"context=2 {SEQUENCE}", f"pipeline=2 {SEQUENCE}"]
         splits += [] if family.experts else ["tensor=2"]
+    else:
+        splits.append("tensor=3 sequence=true")
     if family.experts:
         splits += [f"{one} expert=2" for one in splits if one in (SEQUENCE, "context=2", "data=2")]
         # Ranks cannot share the biases of an expert.
