@@ -24,7 +24,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.weights.exchange.plan import EngineKind
 from megatron_rl.weights.layout.engine_checks import check_slices
 from megatron_rl.weights.layout.families import FAMILIES
-from megatron_rl.weights.layout.families.family import PLAIN
+from megatron_rl.weights.layout.families.family import PLAIN, Spelling
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Slice
 from megatron_rl.weights.layout.trainer_layout import file_shapes, hf_shapes, untrained
@@ -71,29 +71,47 @@ class ChildFailed(RuntimeError):
 
 def trace_engine(config: Config, shape: ModelShape) -> list[RankTrace]:
     """The parameters and loads of each rank of one engine. Raises ChildFailed and InputError."""
-    ranks = _kind_of(config).world_size
+    [traces] = trace_engines([(config, shape)])
+    return traces
+
+
+def trace_engines(engines: Sequence[tuple[Config, ModelShape]]) -> list[list[RankTrace]]:
+    """The same of several engines, for which SGLang is imported once."""
+    asked = [_question(config, shape) for config, shape in engines]
+    found = msgspec.json.decode(_ask(asked), type=list[list[RankTrace]])
+    return [
+        [_of_slices(trace, config, shape, rank) for rank, trace in enumerate(traces)]
+        for (config, shape), traces in zip(engines, found, strict=True)
+    ]
+
+
+def _question(config: Config, shape: ModelShape) -> Question:
     setup = engine_setup(config, 0, ())
     # Neither has a part in the shape of a parameter, and both want a GPU.
     setup = replace(setup, is_deterministic=False, releases_memory=False)
     # The last of equal options counts. Attention has no parameters, and none is computed.
     command = [*server_command(setup, LOADER), "--device=cuda", "--attention-backend=torch_native"]
-    wrapper = FAMILIES[shape.architecture].wrapper
-    spelling = wrapper.spellings[0] if wrapper is not None else PLAIN
-    kept = untrained(shape)
-    own = {spelling.rename(name): name for name in hf_shapes(shape)}
+    environment = {**os.environ, **server_environment(setup), **ENVIRONMENT}
+    spelling = _spelling(shape)
     tensors = {spelling.rename(name): size for name, size in file_shapes(shape).items()}
-    question = Question(command[_WORDS_BEFORE:], ranks, config.model.dtype, tensors)
-    environment = {**os.environ, **server_environment(setup)}
-    limit_s = _LIMIT_S + ranks * _LIMIT_PER_RANK_S
-    traces = msgspec.json.decode(_ask(question, environment, limit_s), type=list[RankTrace])
-    return [
-        RankTrace(
-            _kind_of(config).trained(shape, rank, trace.parameters),
-            [part._replace(hf=own[part.hf]) for part in trace.loaded if own[part.hf] not in kept],
-            trace.odd,
-        )
-        for rank, trace in enumerate(traces)
-    ]
+    ranks = _kind_of(config).world_size
+    return Question(command[_WORDS_BEFORE:], environment, ranks, config.model.dtype, tensors)
+
+
+def _spelling(shape: ModelShape) -> Spelling:
+    wrapper = FAMILIES[shape.architecture].wrapper
+    return PLAIN if wrapper is None else wrapper.spellings[0]
+
+
+def _of_slices(trace: RankTrace, config: Config, shape: ModelShape, rank: int) -> RankTrace:
+    """What weight syncs are about, under the text model's own names."""
+    spelling, kept = _spelling(shape), untrained(shape)
+    own = {spelling.rename(name): name for name in hf_shapes(shape)}
+    return RankTrace(
+        _kind_of(config).trained(shape, rank, trace.parameters),
+        [part._replace(hf=own[part.hf]) for part in trace.loaded if own[part.hf] not in kept],
+        trace.odd,
+    )
 
 
 def _kind_of(config: Config) -> EngineKind:
@@ -109,22 +127,24 @@ def _kind_of(config: Config) -> EngineKind:
     )
 
 
-def _ask(question: Question, environment: dict[str, str], limit_s: float) -> bytes:
+def _ask(asked: Sequence[Question]) -> bytes:
     """The child's answer."""
+    ranks = sum(question.ranks for question in asked)
+    limit_s = _LIMIT_S + ranks * _LIMIT_PER_RANK_S
     process = subprocess.Popen(
         [sys.executable, "-m", "generation.sglang_trace"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=environment | ENVIRONMENT,
+        env=asked[0].environment,
         start_new_session=True,
     )
     with process:
         try:
-            output, errors = process.communicate(msgspec.json.encode(question), timeout=limit_s)
+            output, errors = process.communicate(msgspec.json.encode(asked), timeout=limit_s)
         except subprocess.TimeoutExpired as error:
             raise ChildFailed(
-                f"SGLang did not build {question.ranks} ranks of its model within {limit_s:.0f} s"
+                f"SGLang did not build {ranks} ranks of its model within {limit_s:.0f} s"
             ) from error
         finally:
             if process.poll() is None:

@@ -1,9 +1,10 @@
 """The parameters of an SGLang engine's ranks, and what SGLang loads into them; without weights.
 
-`python -m generation.sglang_trace` reads a Question from stdin and answers with a RankTrace for
-each rank, as JSON. It imports SGLang once and forks a process for each rank. A rank builds SGLang's
-own model on torch's device "meta", in groups of torch's "fake" backend, and has SGLang load a
-checkpoint of tensors that have no memory either. It notes every copy into a parameter.
+`python -m generation.sglang_trace` reads a Question for each engine from stdin, and answers with a
+RankTrace for each of its ranks, as JSON. It imports SGLang once and forks a process for each rank.
+A rank builds SGLang's own model on torch's device "meta", in groups of torch's "fake" backend, and
+has SGLang load a checkpoint of tensors that have no memory either. It notes every copy into a
+parameter.
 
 No GPU is needed, and none is used. Sizes come from config.json, the server's arguments and the
 rank. Two things depend on the GPU and are not seen: SGLang's choice of a runner of experts on
@@ -41,10 +42,12 @@ ENVIRONMENT = {
 
 
 class Question(msgspec.Struct, frozen=True):
-    """Input of the child."""
+    """An engine, as the child needs to know it."""
 
     command: list[str]
     """Arguments of the server's command line."""
+    environment: dict[str, str]
+    """All variables of its ranks, of which some name the model's class."""
     ranks: int
     dtype: str
     """Of the checkpoint's tensors."""
@@ -274,13 +277,14 @@ def main() -> None:
     # SGLang may print: the answer goes where stdout went, everything else to stderr.
     answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
+    questions = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Question])
     # Imported before the forks, which then share it.
     import sglang.srt.distributed.parallel_state
     import sglang.srt.model_loader.loader  # noqa: F401
 
+    traces = (b"[" + b",".join(_forked(question)) + b"]" for question in questions)
     with answer:
-        answer.write(b"[" + b",".join(_forked(question)) + b"]")
+        answer.write(b"[" + b",".join(traces) + b"]")
 
 
 def _forked(question: Question) -> Iterator[bytes]:
@@ -305,6 +309,8 @@ def _start(question: Question, rank: int) -> _Rank:
 
     def trace() -> None:
         die_with_parent()
+        os.environ.clear()
+        os.environ.update(question.environment)
         its.send_bytes(trace_rank(question, rank))
 
     # No pool: it forks from a thread, and SGLang's next import then waits for a lock forever.

@@ -20,7 +20,7 @@ def family_cases() -> list[Any]:
 
 
 def _even(family: Family) -> dict[str, Any]:
-    """Sizes that two ranks can cut; optional parts are left out."""
+    """Sizes that two ranks can divide; optional parts are left out."""
     options: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
     if "head_dim" in family.defaults:
         # The heads together are not as wide as the hidden state.
@@ -31,10 +31,10 @@ def _even(family: Family) -> dict[str, Any]:
 
 
 def _odd(family: Family) -> dict[str, Any]:
-    """Odd numbers of heads, experts and units, with the optional parts; embeddings are tied."""
+    """Sizes that three ranks can divide, with the optional parts; embeddings are tied."""
     options: dict[str, Any] = {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3,
-        "intermediate_size": 100, "tie_word_embeddings": True,
+        "intermediate_size": 102, "tie_word_embeddings": True,
     }  # fmt: skip
     if "head_dim" in family.defaults:
         options["head_dim"] = 16
@@ -67,7 +67,12 @@ def _parts(family: Family, *, is_odd: bool) -> dict[str, Any]:
             "num_key_value_heads": 6 if is_odd else 4, "kv_lora_rank": 24, "v_head_dim": 12,
             "q_lora_rank": None if is_odd else 40, "qk_rope_head_dim": 16, "qk_nope_head_dim": 20,
         }  # fmt: skip
-    return options | (_experts(family.experts, is_odd=is_odd) if family.experts else {})
+    options |= _experts(family.experts, is_odd=is_odd) if family.experts else {}
+    if "first_k_dense_replace" in family.engine_keys:
+        # What transformers reads instead.
+        dense = options["first_k_dense_replace"]
+        options["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (LAYERS - dense)
+    return options
 
 
 def _experts(experts: Experts, *, is_odd: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Every way to divide the work trains alike: losses and gradient norms of three steps (fp32)."""
+"""Every way to divide the work gives the same gradients, and trains alike for three steps."""
 
 import functools
 from collections.abc import Callable
@@ -15,20 +15,14 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.step import Trainer
+from megatron_rl.weights.layout.families import FAMILIES
+from megatron_rl.weights.layout.families.family import Family
 from megatron_rl.weights.layout.local_names import named_parameters, named_tensors
 from tests.distributed import run_ranks
+from tests.family_cases import ENDING, family_cases
 from tests.tiny_batches import VOCAB, my_share
-from tests.tiny_models import (
-    GLM4_MOE,
-    GPT_OSS,
-    LATENT,
-    MINISTRAL3,
-    MIXED_WINDOWS,
-    OLMO3,
-    PLAIN,
-    QWEN3_MOE,
-    write_model,
-)
+from tests.tiny_models import GLM4_MOE, GPT_OSS, PLAIN, write_model
+from tests.trainer.test_step import assert_gradient_equal, reference_gradient
 
 STEPS = 3
 COMMON = [
@@ -92,15 +86,19 @@ def train(cfg: Config) -> Curve:
     return curve
 
 
-def config_of(folder: Path, layout: str) -> Config:
-    """A float32 run of the model in `folder`; a layout is keys of `parallel` and recompute."""
+def keys_of(layout: str) -> list[str]:
+    """Overrides: a layout is keys of `parallel` and recompute."""
     sections = {"recompute": "model"}
     sized = [key.partition("=") for key in layout.split()]
-    keys = [
+    return [
         public_key(f"{sections.get(name, 'parallel')}.{name}") + f"={value}"
         for name, _, value in sized
     ]
-    return load_config(None, [*PLAIN, *COMMON, f"model.path={folder}", *keys])
+
+
+def config_of(folder: Path, layout: str) -> Config:
+    """A float32 run of the model in `folder`."""
+    return load_config(None, [*PLAIN, *COMMON, f"model.path={folder}", *keys_of(layout)])
 
 
 def curve_of(folder: Path, layout: str) -> Curve:
@@ -111,18 +109,40 @@ def curve_of(folder: Path, layout: str) -> Curve:
     return first
 
 
-SPLIT_ATTENTION = ["pipeline=2", "context=2", f"{SEQUENCE} context=2"]
-FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
+def splits_of(options: dict[str, Any], family: Family) -> list[str]:
+    """Layouts of a model of `family_cases` in which each rank has whole gradients."""
+    splits = ["", "pipeline=2", "pipeline=2 last_stage_layers=1", INTERLEAVED, "context=2"]
+    splits += ["data=2", "recompute=selective", "recompute=full"]
+    if options["num_key_value_heads"] % 2 == 0:
+        splits += [SEQUENCE, f"context=2 {SEQUENCE}", f"pipeline=2 {SEQUENCE}"]
+        splits += [] if family.experts else ["tensor=2"]
+    else:
+        splits.append("tensor=3 sequence=true")
+    if family.experts:
+        splits += [f"{one} expert=2" for one in splits if one in (SEQUENCE, "context=2", "data=2")]
+        # Ranks cannot share the biases of an expert.
+        splits += [] if family.has_biases else ["data=2 expert_tensor=2"]
+    return splits
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("name", "options"), family_cases())
+def test_every_split_of_a_family_has_the_gradients_of_transformers(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    write_model(tmp_path, family=name, vocab_size=VOCAB, **options)
+    expected = reference_gradient(tmp_path)
+    zero = [tensor for tensor, gradient in expected.tensors.items() if not gradient.any()]
+    assert all(".experts." in tensor for tensor in zero)
+    for split in splits_of(options, FAMILIES[name + ENDING]):
+        assert_gradient_equal(tmp_path, keys_of(split), 30, expected)
+
+
+TRAINED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "Llama": ({"is_tied": True}, DENSE),
-    "Ministral3": (MINISTRAL3, DENSE),
-    "Olmo2": ({}, DENSE),
-    "Olmo3": (OLMO3, DENSE),
-    "SmolLM3": ({**MIXED_WINDOWS, "is_tied": True}, DENSE),
-    "Qwen3Moe": (QWEN3_MOE, MIXED),
     "Glm4Moe": (GLM4_MOE, [*MIXED, "pipeline=2", "pipeline=2 last_stage_layers=1"]),
-    "DeepseekV3": (LATENT, [*MIXED, *SPLIT_ATTENTION]),
     # Ranks cannot share the biases of an expert.
-    "GptOss": (GPT_OSS, [*(one for one in MIXED if "expert_tensor" not in one), *SPLIT_ATTENTION]),
+    "GptOss": (GPT_OSS, [one for one in MIXED if "expert_tensor" not in one]),
 }
 """Options of the tiny model, and layouts."""
 Trained = Callable[[str], tuple[Path, Curve]]
@@ -135,7 +155,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     @functools.cache
     def of_family(family: str) -> tuple[Path, Curve]:
         folder = tmp_path_factory.mktemp(family)
-        write_model(folder, family=family, vocab_size=VOCAB, **FAMILIES[family][0])
+        write_model(folder, family=family, vocab_size=VOCAB, **TRAINED[family][0])
         return folder, curve_of(folder, "")
 
     return of_family
@@ -144,9 +164,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [(family, layout) for family, (_, layouts) in FAMILIES.items() for layout in layouts],
+    [(family, layout) for family, (_, layouts) in TRAINED.items() for layout in layouts],
 )
-def test_a_family_trains_alike(family: str, layout: str, trained: Trained) -> None:
+def test_a_model_trains_alike(family: str, layout: str, trained: Trained) -> None:
     folder, expected = trained(family)
     for found, alone in zip(curve_of(folder, layout), expected, strict=True):
         assert found == pytest.approx(alone, rel=1e-5)

@@ -1,16 +1,19 @@
 """The gradient is the same for every packing, microbatch budget and parallel split (fp32).
 
-Gradients are compared in Hugging Face layout: they are put in the parameters' place and go through
-the weight export. The reference is transformers' own model with an obvious per-sequence loss.
+Gradients are compared in Hugging Face layout, by the slices that each rank holds. The reference is
+transformers' own model with an obvious per-sequence loss.
 """
 
 import gc
 import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.algorithms.objective import find_objective
@@ -22,14 +25,19 @@ from megatron_rl.trainer.model.collate import MicroBatch
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.folders.export import export_tensors
-from megatron_rl.weights.folders.fused_experts import fuse_experts
+from megatron_rl.weights.folders.hf_folder import open_model
 from megatron_rl.weights.folders.load import unwrap
 from megatron_rl.weights.layout.local_names import named_parameters
+from megatron_rl.weights.layout.ranks import own_place
 from megatron_rl.weights.layout.shape import read_shape
+from megatron_rl.weights.layout.slices import Slice, as_matrix, local_part
+from megatron_rl.weights.layout.trainer_layout import copy_slices, trained_slices, untrained
 from tests.distributed import run_ranks
 from tests.obvious_losses import clipped_loss
 from tests.tiny_batches import VOCAB, make_sequences, my_share
 from tests.tiny_models import GPT_OSS, MIXED_WINDOWS, PLAIN, QWEN3_MOE, write_model
+
+STILL = ["model.dtype=float32", "optimizer.lr=0", "optimizer.clip_grad_norm=1e9"]
 
 
 @pytest.fixture(scope="module")
@@ -46,22 +54,36 @@ def mixture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def gradient_of(cfg: Config, budget_tokens: int) -> dict[str, torch.Tensor]:
-    """Gradient in HF layout (rank 0) after forward and backward of the same minibatch."""
+@dataclass(frozen=True)
+class Gradient:
+    """Of a whole model, as transformers computes it."""
+
+    loss: float
+    norm: float
+    tensors: dict[str, Tensor]
+    """By the name in Hugging Face files, each expert apart."""
+
+
+Part = tuple[Slice, Tensor]
+"""A slice and its gradient."""
+
+
+def gradient_of(cfg: Config, budget_tokens: int) -> tuple[float, float, list[Part]]:
+    """Loss, gradient norm, and what this rank holds of the gradient, after a step that moves
+    nothing."""
     with open_policy(cfg) as policy:
         trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 1)
         share = my_share(budget_tokens, has_groups=True)
-        sums = trainer.accumulate(share, version=0).sums
-        with torch.no_grad():
-            for parameter in named_parameters(policy.chunks).values():
-                parameter.copy_(parameter.main_grad)
-        gradient = {
-            name: tensor.clone() for name, tensor in export_tensors(policy.chunks, policy.shape)
-        }
-        return {**gradient, "loss": torch.tensor(sums["loss"])}
+        told = {metric.name: metric.value for metric in trainer.update(share, version=0)}
+        named = named_parameters(policy.chunks)
+        held = {name: parameter.main_grad for name, parameter in named.items()}
+        place = own_place(policy.chunks[0].config)
+        slices = trained_slices(policy.shape, place) + copy_slices(policy.shape, place)
+        parts = [(part, local_part(held, part).clone()) for part in slices]
+        return told["train/loss"], told["train/grad_norm"], parts
 
 
-def reference_gradient(folder: Path) -> dict[str, torch.Tensor]:
+def reference_gradient(folder: Path) -> Gradient:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     total = torch.zeros(())
     for s in make_sequences(has_groups=True):
@@ -72,12 +94,16 @@ def reference_gradient(folder: Path) -> dict[str, torch.Tensor]:
         old = torch.tensor(s.generator_logprobs)
         total = total + clipped_loss(logprobs, old, ones * s.advantage, ones * s.weight)
     total.backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
     for parameter in model.parameters():
         parameter.data = parameter.grad
-    # transformers holds experts fused in memory and writes each one apart.
-    with tempfile.TemporaryDirectory() as written:
+    shape = read_shape(folder)
+    # transformers renames tensors and divides experts while it writes.
+    with tempfile.TemporaryDirectory() as written, ExitStack() as stack:
         model.save_pretrained(written)
-        return {**load_file(f"{written}/model.safetensors"), "loss": total.detach()}
+        held = open_model(Path(written), shape, stack).text
+        tensors = {name: held[name][:] for name in held.keys() - untrained(shape)}
+    return Gradient(total.item(), norm.item(), tensors)
 
 
 @pytest.mark.sampled(8)
@@ -135,19 +161,6 @@ def test_gradient_of_shared_prompts_is_that_of_whole_sequences(
     assert_gradient_equal(tmp_path, sizes, budget_tokens=1000)
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [[], ["context=2"], ["pipeline=2", "virtual_stages=2"], ["tensor=2", "sequence=true"]],
-    ids=str,
-)
-def test_gradient_of_layers_of_different_kinds_is_equal_for_every_split(
-    extra: list[str], tmp_path: Path
-) -> None:
-    write_model(tmp_path, family="SmolLM3", vocab_size=VOCAB, **MIXED_WINDOWS)
-    sizes = [f"parallel.{one}" for one in extra]
-    assert_gradient_equal(tmp_path, sizes, budget_tokens=30)
-
-
 EXPERT_SPLITS = [
     {},
     {"data": 2},
@@ -159,9 +172,8 @@ EXPERT_SPLITS = [
 ]
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("sizes", EXPERT_SPLITS, ids=str)
-def test_gradient_of_experts_is_equal_for_every_split(
+@pytest.mark.parametrize("sizes", EXPERT_SPLITS[-2:], ids=str)
+def test_gradient_of_experts_is_equal_on_four_ranks(
     mixture_folder: Path, sizes: dict[str, int | str]
 ) -> None:
     extra = [f"parallel.{name}={size}" for name, size in sizes.items()]
@@ -173,15 +185,24 @@ def test_gradient_of_experts_is_equal_when_recomputed(mixture_folder: Path) -> N
     assert_gradient_equal(mixture_folder, extra, budget_tokens=30)
 
 
-def assert_gradient_equal(folder: Path, extra: list[str], budget_tokens: int) -> None:
-    cfg = load_config(None, [*PLAIN, f"model.path={folder}", "model.dtype=float32", *extra])
-    result = run_ranks(gradient_of, cfg.parallel.world_size, cfg, budget_tokens)[0]
-    expected = reference_gradient(folder)
-    result = dict(fuse_experts(result.items(), read_shape(folder)))
-    assert set(result) == set(expected)
-    for name, gradient in expected.items():
-        error = (result[name] - gradient).norm() / gradient.norm()
-        assert error < 1e-5, f"{name}: relative error {error:.1e}"
+def assert_gradient_equal(
+    folder: Path, extra: list[str], budget_tokens: int, expected: Gradient | None = None
+) -> None:
+    """On every rank, replicas and copies too; the ranks together hold every element."""
+    cfg = load_config(None, [*PLAIN, f"model.path={folder}", *STILL, *extra])
+    expected = expected or reference_gradient(folder)
+    held = {name: torch.zeros_like(one, dtype=torch.bool) for name, one in expected.tensors.items()}
+    for loss, norm, parts in run_ranks(gradient_of, cfg.parallel.world_size, cfg, budget_tokens):
+        for part, found in parts:
+            rows = slice(part.row, part.row + part.rows)
+            columns = slice(part.column, part.column + part.columns)
+            gradient = as_matrix(expected.tensors[part.hf])
+            error, size = (found - gradient[rows, columns]).norm(), gradient.norm()
+            # Those of an expert without tokens are zero.
+            assert error <= 1e-5 * size, f"{extra}: {part}: error {error:.1e} of {size:.1e}"
+            as_matrix(held[part.hf])[rows, columns] = True
+        assert (loss, norm) == pytest.approx((expected.loss, expected.norm), rel=1e-5), extra
+    assert not [name for name, mask in held.items() if not mask.all()]
 
 
 def step_of(cfg: Config) -> tuple[float, dict[str, torch.Tensor]]:

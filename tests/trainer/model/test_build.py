@@ -157,33 +157,6 @@ def test_gradient_is_a_sum_over_microbatches_and_data_ranks(tmp_path: Path) -> N
     )
 
 
-@pytest.mark.parametrize("q_rank", [40, None])
-def test_tensor_ranks_give_latent_attention_the_gradients_of_one(
-    q_rank: int | None, tmp_path: Path
-) -> None:
-    model = write_model(tmp_path, family="DeepseekV3", **{**LATENT, "q_lora_rank": q_rank})
-    ids = torch.randint(0, VOCAB, (1, 32), generator=torch.Generator().manual_seed(1))
-    [alone] = run_ranks(gradients, 1, tmp_path, ParallelConfig(), [[ids]], "none")
-    parallel = ParallelConfig(tensor=2, sequence=True)
-    ranks = run_ranks(gradients, 2, tmp_path, parallel, [[ids]], "none")
-    names = [name for name in alone if ".self_attention." in name]
-    assert len(names) == 4 * (7 if q_rank else 5)
-    for name in names:
-        if "_up_proj" in name or "q_proj" in name or "linear_proj" in name:
-            found = torch.cat([rank[name] for rank in ranks], dim=int("linear_proj" in name))
-        else:
-            assert torch.equal(ranks[0][name], ranks[1][name])
-            found = ranks[0][name]
-        assert (found - alone[name]).norm() < 1e-5 * alone[name].norm()
-
-    loss = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="sum")
-    (loss / 100).backward()
-    for layer in range(4):
-        expected = model.model.layers[layer].self_attn.kv_a_proj_with_mqa.weight.grad
-        found = alone[f"decoder.layers.{layer}.self_attention.linear_kv_down_proj.weight"]
-        assert (found - expected).norm() < 1e-4 * expected.norm()
-
-
 def overlaps(folder: Path, parallel: ParallelConfig) -> tuple[bool, bool, bool]:
     """Whether gradients and parameters travel behind passes, gradients behind the last alone."""
     [chunk] = load_on_rank(folder, parallel).model

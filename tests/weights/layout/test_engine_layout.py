@@ -3,6 +3,7 @@
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from megatron_rl.weights.layout.engine_layout import (
     paired,
     trained_parameters,
 )
-from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.families import FAMILIES
+from megatron_rl.weights.layout.shape import ModelShape, read_shape
 from megatron_rl.weights.layout.slices import Share, Slice, as_matrix, local_part
 from megatron_rl.weights.layout.trainer_layout import untrained
-from tests.generation.layout_models import shape_of, write_model
+from tests.family_cases import ENDING, family_cases
+from tests.tiny_models import write_model
 
 SHAPE = ModelShape(
     architecture="Qwen2ForCausalLM", layers=1, hidden=8, ffn=12, heads=4, kv_heads=2, head_dim=2,
@@ -198,26 +201,15 @@ def test_ranks_that_do_not_fit_the_model_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("family", "is_tied"),
-    [
-        ("Llama", True),
-        ("SmolLM3", True),
-        ("Phi3", False),
-        ("Qwen2", False),
-        ("Qwen3", False),
-        ("Mixtral", False),
-        ("Qwen3Moe", True),
-        ("Glm4Moe", True),
-        ("Glm4MoeLite", False),
-        ("DeepseekV3", False),
-    ],
+    ("family", "options"),
+    [case for case in family_cases() if not FAMILIES[case[0] + ENDING].pairs_units],
 )
 def test_plain_slices_find_every_tensor_of_the_folder(
-    family: str, is_tied: bool, tmp_path: Path
+    family: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = write_model(tmp_path, family=family, is_tied=is_tied, seed=0)
+    model = write_model(tmp_path, family=family, **options)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    shape = shape_of(tmp_path)
+    shape = read_shape(tmp_path)
     slices = hf_slices(shape)
     check_slices(slices, parameters)
     held = load_file(tmp_path / "model.safetensors")
