@@ -4,6 +4,7 @@ import dataclasses
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +27,11 @@ from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.optimizer import build_optimizer
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.folders.load import unwrap
+from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.local_names import named_tensors
 from megatron_rl.weights.layout.shape import read_shape
 from tests.distributed import run_ranks
+from tests.family_cases import ENDING, family_cases
 from tests.tiny_batches import VOCAB, my_share
 from tests.tiny_models import CORRECTION, GLM4_MOE, PLAIN, QWEN3_MOE, load_on_rank, write_model
 
@@ -223,16 +226,19 @@ def corrected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_layers_of_two_kinds_are_resumed_under_another_split(
-    corrected: Path, tmp_path: Path
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("name", "options"), family_cases())
+def test_every_family_is_resumed_under_another_split(
+    name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    check(corrected, tmp_path / "c", *splits(EXPERTS[2]), splits("tensor=1", "pipeline=2"))
-
-
-def test_norms_that_tensor_ranks_divide_are_resumed_under_another_split(tmp_path: Path) -> None:
-    write_model(tmp_path / "m", family="Olmo2", vocab_size=VOCAB)
-    split = splits(f"tensor=2 sequence=true {SHARDED}")
-    check(tmp_path / "m", tmp_path / "c", *split, splits("tensor=1", "tensor=2 pipeline=2"))
+    write_model(tmp_path / "m", family=name, vocab_size=VOCAB, **options)
+    count = options["num_key_value_heads"]
+    tensor = f"tensor={2 if count % 2 == 0 else 3} sequence=true"
+    experts = " expert=2" if FAMILIES[name + ENDING].experts else ""
+    saved, resumed = f"pipeline=2 {SHARDED}{experts}", [f"{tensor} distributed_optimizer=true"]
+    if experts and count % 2 == 0:
+        resumed[0] += experts
+    check(tmp_path / "m", tmp_path / "c", *splits(saved), splits(*resumed))
 
 
 def corrections(cfg: Config, folder: Path, is_saving: bool) -> dict[str, torch.Tensor]:
