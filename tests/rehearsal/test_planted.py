@@ -35,7 +35,7 @@ CASES = {
     "regrouped": "groups", "halved": "groups", "narrowed": "codes", "miscounted": "codes",
     "retyped-shared": "shared", "unreleased": "shared",
 }  # fmt: skip
-pytestmark = [pytest.mark.timeout(330), pytest.mark.slow(40)]
+pytestmark = [pytest.mark.timeout(330), pytest.mark.slow(60)]
 
 
 @pytest.fixture(scope="module")
