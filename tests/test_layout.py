@@ -54,6 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     PLAN: {CONFIG, LAYOUT},
     REHEARSAL: {
         CONFIG, PROTOCOL, ALGORITHMS, BACKEND, LAYOUT, EXCHANGE, WEIGHT_SYNC, MODEL, TRAINER, PLAN,
+        "generation",
     },
     "megatron_rl/simulation": {CONFIG, PROTOCOL, ALGORITHMS, LAYOUT, DATA, QUEUE, PLAN},
     "megatron_rl/curation": {CONFIG, PROTOCOL, DATA, TRAINER, "verification"},

@@ -177,23 +177,10 @@ def rehearsable(cfg: Config) -> tuple[Config, list[str]]:
         # transformer-engine 2.12.0, dot_product_attention/utils.py:1060.
         notes.append("train.deterministic: attention with sinks is rehearsed by the fused kernel; "
                      "CUDA's deterministic one also keeps the scores of all pairs")  # fmt: skip
-    notes += _sync_notes(cfg)
-    weights = cfg.weights.model_copy(update={"groups": 1})
-    found = {"model": model, "parallel": parallel, "algorithm": algorithm,
-             "weights": weights}  # fmt: skip
+    if cfg.weights.method == "folder":
+        notes.append("weights.method='folder': no weight sync is rehearsed, as files need data")
+    found = {"model": model, "parallel": parallel, "algorithm": algorithm}
     return cfg.model_copy(update=found), notes
-
-
-def _sync_notes(cfg: Config) -> Iterator[str]:
-    """What is left out of a weight sync."""
-    method, groups, codes = cfg.weights.method, cfg.weights.groups, cfg.generator.quantization
-    if method != "reshard":
-        yield f"weights.method={method!r}: no weight sync is rehearsed, as it has no collectives"
-        return
-    if groups > 1:
-        yield f"expert.weights.groups={groups} is rehearsed as 1: all engines in one row"
-    if codes:
-        yield f"generator.quantization={codes!r}: engine ranks are rehearsed without quantising"
 
 
 def chosen_ranks(parallel: ParallelConfig, choice: Choice) -> list[int]:
@@ -214,12 +201,15 @@ def chosen_ranks(parallel: ParallelConfig, choice: Choice) -> list[int]:
 def engine_ranks(cfg: Config) -> list[int]:
     """Numbers of the engine ranks that are rehearsed; []: no weight sync is.
 
-    The first replica receives from the trainer and hands on to the second; both are rehearsed.
+    In each group of engines (expert.weights.groups) the first receives from the trainer and hands
+    on to the second. These two of the first and of the last group are rehearsed.
     """
-    generator, first = cfg.generator, cfg.parallel.world_size
-    if cfg.weights.method != "reshard":
+    if cfg.weights.method == "folder":
         return []
-    return list(range(first, first + min(2, generator.replicas) * generator.tensor_parallel))
+    first, replicas = cfg.parallel.world_size, cfg.generator.replicas
+    ranks, groups = cfg.generator.tensor_parallel, min(cfg.weights.groups, replicas)
+    engines = sorted({0, groups - 1, groups, 2 * groups - 1} & set(range(replicas)))
+    return [first + engine * ranks + rank for engine in engines for rank in range(ranks)]
 
 
 def rank_name(cfg: Config, number: int) -> str:

@@ -20,6 +20,7 @@ _GROUPS = {
     "DATA_PARALLEL_GROUP_WITH_CP": "data",
     "EXPERT_DATA_PARALLEL_GROUP": "data",
     "WEIGHT_SYNC_LANE": "weight sync",
+    "SHARED_MEMORY": "weight sync",
 }
 """Megatron's description of a group -> dimension; others come to "all"."""
 

@@ -302,22 +302,16 @@ class Tracer(TorchDispatchMode):
         group = group_of(args)
         given = given_by(name, args)
         ranks = dist.get_process_group_ranks(group)
-        label = group_name(group)
-        self.groups.setdefault(label, ranks)
         is_pair = kind in ("send", "recv")
-        self.events.append(
-            Event(
-                kind=kind,
-                group=label,
-                bytes=sum(each.numel() * each.element_size() for each in given),
-                dtype="" if kind == "barrier" else str(given[0].dtype).removeprefix("torch."),
-                detail=detail_of(args, kind),
-                peer=ranks[args[2]] if is_pair else -1,
-                batch=self._batch if is_pair else 0,
-                phase=self.phase,
-                flops=self.flops,
-                stack=self._stack(),
-            )
+        self.issued(
+            group_name(group),
+            ranks,
+            kind=kind,
+            bytes=sum(each.numel() * each.element_size() for each in given),
+            dtype="" if kind == "barrier" else str(given[0].dtype).removeprefix("torch."),
+            detail=detail_of(args, kind),
+            peer=ranks[args[2]] if is_pair else -1,
+            batch=self._batch if is_pair else 0,
         )
         if not self._answers:
             return func(*args, **kwargs)
@@ -326,6 +320,12 @@ class Tracer(TorchDispatchMode):
         else:
             self._follow(kind, name, args, ranks)
         return answer(func, args)
+
+    def issued(self, group: str, ranks: list[int], **fields: Any) -> None:
+        """Record that the rank has issued something. fields: the others of an Event."""
+        self.groups.setdefault(group, ranks)
+        moment = {"phase": self.phase, "flops": self.flops, "stack": self._stack()}
+        self.events.append(Event(group=group, **moment, **fields))
 
     def _follow_on_host(self, kind: str, args: tuple[Any, ...], rank: int) -> None:
         """Values after a collective of host memory: other ranks hold the same as this one."""

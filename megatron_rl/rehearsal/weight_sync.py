@@ -6,12 +6,11 @@ processes would say by messages and in the store. Nobody sends what they would s
 """
 
 import os
-import queue
 import time
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,9 +23,10 @@ from megatron_rl.config.tree import Config
 from megatron_rl.protocol.nccl_settings import CHOSEN, own_settings
 from megatron_rl.protocol.types import Ack, AnyMessage, Hello, Receive
 from megatron_rl.protocol.wire import Router
-from megatron_rl.rehearsal.device import DEVICE
+from megatron_rl.rehearsal.engine_parameters import parameters_of
 from megatron_rl.rehearsal.events import SYNC
 from megatron_rl.rehearsal.tracer import Tracer
+from megatron_rl.rehearsal.transports import engine_name, install
 from megatron_rl.trainer.model.build import DTYPES
 from megatron_rl.trainer.model.policy import Policy
 from megatron_rl.trainer.train import make_syncer, open_method, settings_of
@@ -37,7 +37,6 @@ from megatron_rl.weights.exchange.orders import Ready, Report, key
 from megatron_rl.weights.exchange.plan import Layouts, kind_of
 from megatron_rl.weights.layout.place import like_of
 from megatron_rl.weights.layout.shape import ModelShape
-from megatron_rl.weights.layout.slices import Slice
 from megatron_rl.weights.sync.control import Control, T
 from megatron_rl.weights.sync.leader import Leader
 from megatron_rl.weights.sync.link import GeneratorLink
@@ -55,24 +54,19 @@ class Peers(Router):
     Stands in the place of rank 0's socket. They obey at once, and report that all arrived whole.
     """
 
-    def __init__(self, generator: GeneratorConfig, own: tuple[int, int] = (-1, -1)) -> None:
-        """own: replica and rank that this process has."""
-        self.members = {
-            # The order of their names is that in which they hand on.
-            f"engine-{number:06}": Hello(
-                generator.tensor_parallel,
-                generator.engine,
-                "rehearsed",
-                expert_parallel=generator.expert_parallel,
-                nccl=own_settings(),
-            )
-            for number in range(generator.replicas)
-        }
-        self._own = [*self.members][own[0]] if own[0] >= 0 else "", own[1]
+    def __init__(
+        self,
+        generator: GeneratorConfig,
+        own: tuple[str, int] = ("", -1),
+        take: Callable[[Receive], object] = lambda order: None,
+    ) -> None:
+        """own: replica and rank that this process has. take: called with that replica's orders."""
+        ranks, experts = generator.tensor_parallel, generator.expert_parallel
+        hello = Hello(ranks, generator.engine, "", expert_parallel=experts, nccl=own_settings())
+        self.members = {engine_name(number): hello for number in range(generator.replicas)}
+        self._own, self._take = own, take
         self._said: deque[tuple[str, AnyMessage]] = deque(self.members.items())
         self._store: dist.TCPStore | None = None
-        self.orders: queue.Queue[Receive] = queue.Queue()
-        """For the engine of this process."""
 
     def send(self, peer: str, message: AnyMessage) -> bool:
         """The peer obeys and answers."""
@@ -90,16 +84,14 @@ class Peers(Router):
 
     def _take_part(self, peer: str, order: Receive) -> None:
         if self._store is None:
-            self._store = open_store(
-                order.address, order.port, is_master=False, timeout_s=order.deadline_s
-            )
+            self._store = open_store(order.address, order.port, is_master=False, timeout_s=LIMIT_S)
         for rank in range(self.members[peer].world_size):
             if (peer, rank) != self._own:
                 for kind, said in (("ready", Ready()), ("done", Report())):
                     where = key(kind, order.attempt, peer, rank)
                     self._store.set(where, msgspec.json.encode(said))
         if peer == self._own[0]:
-            self.orders.put(order)
+            self._take(order)
 
 
 class KnownControl(Control):
@@ -122,11 +114,10 @@ def send_weights(cfg: Config, policy: Policy, tracer: Tracer) -> WeightSyncer:
 
     Raises RuntimeError for a transfer that fails.
     """
-    cfg = _bounded(cfg)
+    cfg = _bounded(cfg, tracer)
     control = KnownControl(policy.backend.host_group(LIMIT_S))
     tracer.told = control.told
-    peers = Peers(cfg.generator)
-    link = GeneratorLink(peers)
+    link = GeneratorLink(Peers(cfg.generator))
     with tracer.in_phase(SYNC), tracer.threads():
         tracer.memory.purpose = SYNC
         method = open_method(cfg, policy, control=control, link=link)
@@ -134,17 +125,17 @@ def send_weights(cfg: Config, policy: Policy, tracer: Tracer) -> WeightSyncer:
         syncer = make_syncer(cfg, policy, method, control=control, link=link)
         syncer.await_generators()
         syncer.sync(version=0)
-        if method.store.check([failed := key("failed", 0)]):
-            raise RuntimeError(method.store.get(failed).decode())
+        for attempt in range(cfg.weights.groups):
+            if method.store.check([failed := key("failed", attempt)]):
+                raise RuntimeError(method.store.get(failed).decode())
     return syncer
 
 
 def layouts_of(cfg: Config, shape: ModelShape) -> Layouts:
     """Trainer and engines of the configuration, as the trainer describes them."""
     [kind] = {kind_of(hello) for hello in Peers(cfg.generator).members.values()}
-    dtype, bucket_bytes = DTYPES[cfg.model.dtype], cfg.weights.bucket_bytes
-    trainers = cfg.parallel.world_size
-    return Layouts(shape, like_of(cfg.parallel), trainers, kind, dtype.itemsize, bucket_bytes)
+    size, trainers = DTYPES[cfg.model.dtype].itemsize, cfg.parallel.world_size
+    return Layouts(shape, like_of(cfg.parallel), trainers, kind, size, cfg.weights.bucket_bytes)
 
 
 def receive_weights(cfg: Config, shape: ModelShape, number: int, tracer: Tracer) -> int:
@@ -152,43 +143,36 @@ def receive_weights(cfg: Config, shape: ModelShape, number: int, tracer: Tracer)
 
     Raises RuntimeError when it fails.
     """
-    cfg = _bounded(cfg)
+    cfg = _bounded(cfg, tracer)
     layouts, trainers = layouts_of(cfg, shape), cfg.parallel.world_size
     engine, rank = divmod(number - trainers, layouts.kind.world_size)
-    peers = Peers(cfg.generator, (engine, rank))
     settings = settings_of(cfg, dist.Backend.NCCL, "rehearsal")
-    parameters = _allocate(layouts.kind.slices(shape, rank), settings.dtype)
+    slices, quantises = layouts.kind.slices(shape, rank), bool(cfg.generator.quantization)
+    parameters = parameters_of(slices, settings.dtype, quantises=quantises)
     held = EngineRank(lambda: parameters, rank, settings.dtype, may_pad_ffn=False)
     master = open_store(settings.host, 0, is_master=True, timeout_s=LIMIT_S)
-    leader = Leader(GeneratorLink(peers), master, settings, trainers)
-    leader.announce(0, layouts)
     _prepare(master, range(trainers))
     # No word of a packet is known: they are taken to arrive whole.
     tracer.assumed = _is_whole
-    with ExitStack() as stack:
-        stack.enter_context(tracer.in_phase(SYNC))
-        stack.enter_context(tracer.threads())
-        pool = stack.enter_context(ThreadPoolExecutor(1))
+    with tracer.in_phase(SYNC), tracer.threads(), ThreadPoolExecutor(1) as pool:
         tracer.memory.purpose = SYNC
-        leading = pool.submit(leader.lead, [(0, peers.members)], 0)
-        held.take(peers.orders.get(timeout=LIMIT_S))
-        if failed := leading.result().failed:
+        peers = Peers(cfg.generator, (engine_name(engine), rank), partial(pool.submit, held.take))
+        leader = Leader(GeneratorLink(peers), master, settings, trainers)
+        leader.announce(0, layouts)
+        if failed := leader.lead(peers.members, dict.fromkeys(peers.members, 0), 0).failed:
             raise RuntimeError("; ".join(failed.values()))
     return sum(parameter.numel() for parameter in parameters.values())
 
 
-def _bounded(cfg: Config) -> Config:
+def _bounded(cfg: Config, tracer: Tracer) -> Config:
     """The configuration for peers that are all in this process. Prepares the process too."""
+    install(cfg, tracer)
     _trace_digests_once()
-    for name, value in CHOSEN.items():
-        os.environ.setdefault(name, value)
+    os.environ.update({**CHOSEN, **os.environ})
     limits = {"deadline_s": LIMIT_S, "grace_s": LIMIT_S, "join_timeout_s": JOIN_LIMIT_S}
-    return cfg.model_copy(
-        update={
-            "weights": cfg.weights.model_copy(update=limits),
-            "ports": cfg.ports.model_copy(update={"host": "127.0.0.1"}),
-        }
-    )
+    weights = cfg.weights.model_copy(update=limits)
+    ports = cfg.ports.model_copy(update={"host": "127.0.0.1"})
+    return cfg.model_copy(update={"weights": weights, "ports": ports})
 
 
 def _trace_digests_once() -> None:
@@ -211,18 +195,6 @@ def _prepare(store: dist.Store, ranks: Sequence[int]) -> None:
     """Other trainer ranks wait for the first call."""
     for rank in ranks:
         store.set(key("prepared", 0, rank), "")
-
-
-def _allocate(slices: Sequence[Slice], dtype: torch.dtype) -> Mapping[str, Tensor]:
-    """An engine rank's parameters, which its slices cover."""
-    sizes: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for part in slices:
-        rows, columns = sizes[part.local]
-        sizes[part.local] = (
-            max(rows, part.local_row + part.rows),
-            max(columns, part.local_column + part.columns),
-        )
-    return {name: torch.empty(size, dtype=dtype, device=DEVICE) for name, size in sizes.items()}
 
 
 def _is_whole(func: object, args: tuple[object, ...]) -> Tensor | None:

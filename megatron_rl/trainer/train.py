@@ -244,19 +244,18 @@ def open_method(
     cfg: Config, policy: Policy, *, control: Control, link: GeneratorLink | None
 ) -> Reshard:
     """The method of weight sync of this run."""
-    backend = {"ipc": IPC, "folder": FOLDER}.get(cfg.weights.method, policy.backend.collectives)
     name = control.share(f"weights-{time.time_ns()}", str)
-    settings = settings_of(cfg, backend, name)
+    settings = settings_of(cfg, policy.backend.collectives, name)
     place = all_places(policy.chunks[0].config)[control.rank]
     parameters = named_parameters(policy.chunks)
     return Reshard(parameters, place, policy.shape, control=control, link=link, settings=settings)
 
 
-def settings_of(cfg: Config, backend: str, name: str) -> ExchangeSettings:
-    """Settings of the exchange, as `ExchangeSettings` says."""
+def settings_of(cfg: Config, collectives: str, name: str) -> ExchangeSettings:
+    """Settings of the exchange, as `ExchangeSettings` says. collectives: the device's backend."""
     return ExchangeSettings(
         host=cfg.ports.host,
-        backend=backend,
+        backend={"ipc": IPC, "folder": FOLDER}.get(cfg.weights.method, collectives),
         dtype=DTYPES[cfg.model.dtype],
         bucket_bytes=cfg.weights.bucket_bytes,
         deadline_s=cfg.weights.deadline_s,

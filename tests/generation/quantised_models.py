@@ -154,6 +154,7 @@ def play(name: str, folder: Path) -> dict[str, Any]:
         "moved": [each for each in before if found[each].data_ptr() != before[each][0]],
         "codes": len(codes),
         "kept": [each for each in codes if same(found[each], before[each][1])],
+        "layers": sorted({each.rpartition(".")[0] for each, _ in live.named_parameters()}),
         "scales": {
             each: list(held.shape) for each, held in found.items() if "weight_scale" in each
         },

@@ -87,6 +87,22 @@ def test_scales_are_one_a_row_one_a_matrix_or_one_an_expert(
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.parametrize("name", CASES)
+def test_a_rehearsal_quantises_the_layers_that_sglang_does(
+    name: str, played: dict[str, dict[str, Any]]
+) -> None:
+    # Megatron-Core is slow to import.
+    from megatron_rl.rehearsal.engine_parameters import QUANTISED
+
+    layers, scales = played[name]["layers"], played[name]["scales"]
+    quantised = {each.rpartition(".")[0] for each in scales}
+    assert {each for each in layers if QUANTISED.search(each)} == quantised
+    # In two layers: attention has two, an MLP two, and experts are one.
+    assert len(quantised) == 2 * (3 if name in ("moe", "mixtral") else 4) < len(layers)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(LIMIT_S + 20)
 def test_only_layers_in_flight_are_staged(played: dict[str, dict[str, Any]]) -> None:
     # Two layers of each: gate and up in bf16 are the largest matrix of one that has no experts.
     for name in ("qwen2", "qwen3", "llama-per-tensor"):

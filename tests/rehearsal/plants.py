@@ -5,7 +5,7 @@ serves all of them, as its imports take longer than the tiny ranks.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from generation.sglang_quantised import QuantisingParameters
 from megatron_rl.rehearsal.events import REQUEST, Request
 from megatron_rl.rehearsal.rank import TracedTrainer, Work
 from megatron_rl.rehearsal.ranks import serve
@@ -30,11 +31,14 @@ from megatron_rl.trainer import step
 from megatron_rl.trainer.model import router_replay
 from megatron_rl.trainer.model.logprobs import ReferenceLayer
 from megatron_rl.weights.exchange import engine_rank
+from megatron_rl.weights.exchange.engine_rank import EngineRank
 from megatron_rl.weights.exchange.group import connect_group
 from megatron_rl.weights.exchange.group_transport import GroupTransport
 from megatron_rl.weights.exchange.parcels import Ends
 from megatron_rl.weights.exchange.plan import Rounds
+from megatron_rl.weights.exchange.transport import Round, Transport
 from megatron_rl.weights.sync import reshard
+from megatron_rl.weights.sync.leader import Leader
 
 
 def skipped(trainer: TracedTrainer, work: Work) -> Work:
@@ -153,6 +157,69 @@ def retyped(number: int) -> None:
         _prepare_engine(lambda rounds, dtype: (rounds, torch.float32))
 
 
+def narrowed(number: int) -> None:
+    """An engine rank that quantises takes the elements of a weight sync for its codes."""
+    make = EngineRank.__init__
+
+    def take(engine: EngineRank, parameters: Any, rank: int, dtype: Any, **kwargs: Any) -> None:
+        make(engine, parameters, rank, torch.float8_e4m3fn, **kwargs)
+
+    if number == FIRST_ENGINE_RANK:
+        EngineRank.__init__ = take
+
+
+def miscounted(number: int) -> None:
+    """An engine rank that quantises expects one element less of each parameter."""
+    begin = QuantisingParameters.begin
+
+    def take(parameters: QuantisingParameters, elements: Mapping[str, int]) -> None:
+        begin(parameters, {name: count - 1 for name, count in elements.items()})
+
+    if number == FIRST_ENGINE_RANK:
+        QuantisingParameters.begin = take
+
+
+def regrouped(trainer: TracedTrainer, work: Work) -> Work:
+    """Rank 1 serves the groups of engines in another order."""
+    parties = Leader._parties
+
+    def take(leader: Leader, numbers: Mapping[str, int]) -> Iterator[tuple[int, list[str]]]:
+        return reversed([*parties(leader, numbers)])
+
+    if dist.get_rank() == 1:
+        Leader._parties = take
+    return work
+
+
+def halved(number: int) -> None:
+    """An engine takes the first engines for its group, in the place of every second one."""
+
+    def take(leader: Leader, numbers: Mapping[str, int]) -> Iterator[tuple[int, list[str]]]:
+        names = list(numbers)
+        return iter([(0, names[:2]), (0, names[2:])])
+
+    if number == FIRST_ENGINE_RANK + 1:
+        Leader._parties = take
+
+
+def unreleased(number: int) -> None:
+    """An engine rank does not say that it has taken the first round out of shared memory."""
+    receive = engine_rank.receive
+
+    def take(ends: Any, transport: Transport, **kwargs: Any) -> Any:
+        release = transport.release
+
+        def leave(parcels: Round) -> None:
+            if parcels:
+                transport.release = release
+
+        transport.release = leave
+        return receive(ends, transport, **kwargs)
+
+    if number == FIRST_ENGINE_RANK:
+        engine_rank.receive = take
+
+
 def _prepare_engine(change: Callable[[Rounds, torch.dtype], tuple[Rounds, torch.dtype]]) -> None:
     prepare = engine_rank.incoming
 
@@ -165,7 +232,9 @@ def _prepare_engine(change: Callable[[Rounds, torch.dtype], tuple[Rounds, torch.
 
 FIRST_ENGINE_RANK = 2
 """Of a trainer of two ranks."""
-ENGINE_PLANTS = {plant.__name__: plant for plant in (omitted, retyped)}
+ENGINE_PLANTS = {
+    plant.__name__: plant for plant in (omitted, retyped, narrowed, miscounted, halved, unreleased)
+}
 PLANTS: dict[str, Callable[[TracedTrainer, Work], Work]] = {
     plant.__name__: plant
     for plant in (
@@ -179,6 +248,7 @@ PLANTS: dict[str, Callable[[TracedTrainer, Work], Work]] = {
         fewer,
         reordered,
         left,
+        regrouped,
     )
 }
 """The faults of trainer ranks; a rehearsal with another name is sound."""

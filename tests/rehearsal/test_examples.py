@@ -44,7 +44,7 @@ def test_an_example_has_no_problem_and_the_planned_memory(
     assert found["problems"] == []
     assert len(found["stages"]) == load_config(Path(words[0]), []).parallel.pipeline
     cfg = load_config(Path(words[0]), words[1:])
-    is_sent = cfg.weights.method == "reshard"
+    is_sent = cfg.weights.method != "folder"
     assert bool(found["engine_ranks"]) == is_sent
     for stage in found["stages"]:
         assert stage["peak_bytes"] == pytest.approx(stage["planned_bytes"], rel=0.03)

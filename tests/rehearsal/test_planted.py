@@ -24,13 +24,18 @@ LAYOUTS = {
 ENGINES = ("generator.replicas=3", "expert.weights.bucket_bytes=16384")
 LAYOUTS["lanes"] = (*LAYOUTS["pipeline"], *ENGINES, "generator.tensor_parallel=2")
 LAYOUTS["lane"] = (*LAYOUTS["data"], *ENGINES)
+LAYOUTS["groups"] = (*LAYOUTS["lane"], "expert.weights.groups=2")
+LAYOUTS["codes"] = (*LAYOUTS["lane"], "generator.quantization=fp8")
+LAYOUTS["shared"] = (*LAYOUTS["lane"], "weights.method=ipc")
 CASES = {
     "sound-lanes": "lanes", "sound-data": "data", "sound-pipeline": "pipeline",
     "sound-context": "context", "sound-interleaved": "interleaved", "sound-sinks": "sinks",
     "skipped": "data", "swapped": "pipeline", "unreceived": "pipeline", "read": "data",
     "fewer": "data", "omitted": "lane", "retyped": "lane", "reordered": "lane", "left": "lane",
+    "regrouped": "groups", "halved": "groups", "narrowed": "codes", "miscounted": "codes",
+    "retyped-shared": "shared", "unreleased": "shared",
 }  # fmt: skip
-pytestmark = [pytest.mark.timeout(330), pytest.mark.slow(40)]
+pytestmark = [pytest.mark.timeout(330), pytest.mark.slow(60)]
 
 
 @pytest.fixture(scope="module")
@@ -130,13 +135,57 @@ def test_rounds_of_a_weight_sync_in_another_order_on_one_rank(found: dict[str, R
     assert "rank 0 of engine 0 receives" in problems[0]
 
 
-def test_an_engine_rank_that_takes_another_dtype(found: dict[str, Rehearsal]) -> None:
+@pytest.mark.parametrize(
+    ("name", "ratio"), [("retyped", 2), ("retyped-shared", 2), ("narrowed", 0.5)]
+)
+def test_an_engine_rank_that_takes_another_dtype(
+    found: dict[str, Rehearsal], name: str, ratio: float
+) -> None:
     sizes = re.match(r".+ sends send of (\d+) bytes .+ receives recv of (\d+) bytes",
-                     found["retyped"].problems[0])  # fmt: skip
+                     found[name].problems[0])  # fmt: skip
     assert sizes is not None
     sent, received = (int(size) for size in sizes.groups())
     # 24 bytes of digest and version.
-    assert received - 24 == 2 * (sent - 24)
+    assert received - 24 == ratio * (sent - 24)
+
+
+def test_groups_of_engines_in_another_order_on_one_rank(found: dict[str, Rehearsal]) -> None:
+    # Engines 0 and 2 are the first group, and engine 1 is the second one.
+    [problem] = found["regrouped"].problems
+    assert problem.startswith("deadlock: rank 1 waits in all_reduce of 4 bytes of float32 of "
+                              "WEIGHT_SYNC_LANE [0,1,3], and rank 0 in all_reduce of 4 bytes of "
+                              "float32 of WEIGHT_SYNC_LANE [0,1,2,4]")  # fmt: skip
+
+
+def test_an_engine_that_is_in_another_group_than_the_trainer_says(
+    found: dict[str, Rehearsal],
+) -> None:
+    [problem] = found["halved"].problems
+    assert problem.startswith("deadlock: rank 0 of engine 1 waits in all_reduce of 4 bytes of "
+                              "float32 of WEIGHT_SYNC_LANE [0,1,2,3], and rank 0 in all_reduce of "
+                              "4 bytes of float32 of WEIGHT_SYNC_LANE [0,1,3]")  # fmt: skip
+    assert "engine_rank.py" in problem
+
+
+def test_an_engine_rank_that_quantises_before_its_layer_is_complete(
+    found: dict[str, Rehearsal],
+) -> None:
+    [problem] = found["miscounted"].problems
+    assert problem.startswith("rank 0 of engine 0 failed:")
+    assert problem.rstrip().endswith(
+        "model.layers.0.self_attn.qkv_proj.weight: 1 more elements came than announced"
+    )
+
+
+def test_an_engine_rank_that_keeps_shared_memory(found: dict[str, Rehearsal]) -> None:
+    sender, *unreceived = found["unreleased"].problems
+    assert sender.startswith("rank 0 waits in recv of 0 bytes of uint8 with rank 0 of engine 0 of "
+                             "SHARED_MEMORY for rank 0 of engine 0, which has ended")  # fmt: skip
+    assert "shared_transport.py" in sender and " finish" in sender
+    # The trainer's ranks hear no more of the other engine either.
+    assert [text.partition(" in ")[0] for text in unreceived] == [
+        f"rank 0 of engine 1 sends 1 times to rank {rank}" for rank in (0, 1)
+    ]
 
 
 def test_a_rank_that_waits_in_a_lane_that_the_others_have_left(

@@ -11,7 +11,8 @@ from megatron_rl.cli.plan_weights import forecast
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.rehearsal.events import SYNC, Trace, read_trace
-from megatron_rl.rehearsal.rehearse import Options, conclude, rehearsable
+from megatron_rl.rehearsal.rehearse import Options, conclude, engine_ranks, rehearsable
+from megatron_rl.trainer.model.build import DTYPES
 from megatron_rl.weights.exchange.group import LANE
 from megatron_rl.weights.exchange.plan import EngineKind, Layouts
 from megatron_rl.weights.layout.place import like_of
@@ -46,20 +47,30 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, list[Trace
 def layouts_of(cfg: Config) -> Layouts:
     kind = EngineKind(cfg.generator.engine, ENGINE_RANKS)
     shape = read_shape(cfg.model.path)
-    return Layouts(shape, like_of(cfg.parallel), TRAINERS, kind, 4, BUCKET_BYTES)
+    size = DTYPES[cfg.model.dtype].itemsize
+    return Layouts(shape, like_of(cfg.parallel), TRAINERS, kind, size, cfg.weights.bucket_bytes)
 
 
-def moved(trace: Trace, kind: str) -> int:
+def moved(trace: Trace, kind: str, group: str = LANE) -> int:
     """Bytes of a rank's sends or receives in lanes."""
-    return sum(e.bytes for e in trace.events if e.kind == kind and e.group.startswith(LANE))
+    return sum(e.bytes for e in trace.events if e.kind == kind and e.group.startswith(group))
 
 
 def overheads(cfg: Config, end: str) -> Counter[int]:
     """Bytes of padding and trailers by sender or receiver."""
     found: Counter[int] = Counter()
+    dtype = DTYPES[cfg.model.dtype]
     for parcel in (parcel for each in layouts_of(cfg).plan().rounds for parcel in each):
-        found[getattr(parcel, end)] += buffer_bytes(parcel, torch.float32) - 4 * parcel.size
+        found[getattr(parcel, end)] += buffer_bytes(parcel, dtype) - dtype.itemsize * parcel.size
     return found
+
+
+def elements_of(rank: int) -> int:
+    """Of a rank of an engine."""
+    # Half of 4 + 2 * 2 heads of 16, of the output projection and of 160 units; whole norms.
+    layer = 128 // 2 * 64 + 64 // 2 * 64 + 3 * 160 // 2 * 64 + 2 * 64
+    # Of 250 words, padded to 256, for embedding and output layer.
+    return 4 * layer + 64 + 2 * 64 * (128, 122)[rank]
 
 
 def test_each_trainer_rank_roots_the_bytes_that_plan_weights_says(
@@ -75,15 +86,11 @@ def test_each_engine_rank_receives_its_shard_once_and_hands_it_on(
     played: tuple[Config, list[Trace]],
 ) -> None:
     cfg, traces = played
-    # Half of 4 + 2 * 2 heads of 16, of the output projection and of 160 units; whole norms.
-    layer = 128 // 2 * 64 + 64 // 2 * 64 + 3 * 160 // 2 * 64 + 2 * 64
     over = overheads(cfg, "receiver")
     for number, trace in enumerate(traces[TRAINERS:]):
         engine, rank = divmod(number, ENGINE_RANKS)
-        # Of 250 words, padded to 256, for embedding and output layer.
-        elements = 4 * layer + 64 + 2 * 64 * (128, 122)[rank]
-        assert trace.parameters == elements
-        received = 4 * elements + over[TRAINERS + rank]
+        assert trace.parameters == elements_of(rank)
+        received = 4 * elements_of(rank) + over[TRAINERS + rank]
         assert moved(trace, "recv") == received
         assert moved(trace, "send") == (received if engine + 1 < REPLICAS else 0)
 
@@ -123,14 +130,19 @@ def test_all_agree_in_host_memory_before_and_after_a_transfer(
         assert all(lanes[first:last]) and first > 0 and last < len(lanes)
 
 
-def test_what_has_no_collectives_is_left_out_and_said(tmp_path: Path) -> None:
+def test_a_sync_through_files_is_left_out_and_said(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(f'[model]\npath = "{write_shape(tmp_path, TINY)}"\n')
-    cases = {
-        "weights.method=folder": "no weight sync is rehearsed",
-        "expert.weights.groups=2": "is rehearsed as 1",
-        "generator.quantization=fp8": "rehearsed without quantising",
-    }
-    for word, said in cases.items():
-        [note] = rehearsable(load_config(path, [word]))[1]
-        assert said in note
+    for words, said in ((["weights.method=folder"], "no weight sync is rehearsed"), ([], "")):
+        cfg, notes = rehearsable(load_config(path, words))
+        assert said in "".join(notes) and len(notes) == bool(said)
+        assert bool(engine_ranks(cfg)) != bool(said)
+
+
+def test_two_engines_of_the_first_and_of_the_last_group_are_rehearsed(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f'[model]\npath = "{write_shape(tmp_path, TINY)}"\n')
+    words = ["generator.replicas=7", "generator.tensor_parallel=2", "parallel.data=10"]
+    for groups, engines in ((1, [0, 1]), (3, [0, 2, 3, 5]), (6, [0, 5, 6]), (9, [0, 6])):
+        cfg = load_config(path, [*words, f"expert.weights.groups={groups}"])
+        assert engine_ranks(cfg) == [10 + 2 * e + rank for e in engines for rank in (0, 1)]

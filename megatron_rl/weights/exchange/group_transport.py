@@ -98,8 +98,7 @@ class GroupTransport(Transport):
         group = join_group(
             self._store,
             len(roots) + place if replica else roots.index(self._rank),
-            # The plan's numbers, continued by the ranks of each further engine.
-            [*roots, *(receiver + engine_ranks * number for number in range(len(call.replicas)))],
+            self._members(receiver, roots, engine_ranks),
             name=f"{call.group}/{receiver}",
             backend=self._backend,
             timeout_s=self.left().total_seconds(),
@@ -113,6 +112,11 @@ class GroupTransport(Transport):
             close_group(group)
             raise
         return Lane(group, roots, len(call.replicas), place)
+
+    def _members(self, receiver: int, roots: tuple[int, ...], engine_ranks: int) -> list[int]:
+        """The plan's numbers, continued by the ranks of each further engine."""
+        engines = range(len(self._call.replicas))
+        return [*roots, *(receiver + engine_ranks * number for number in engines)]
 
     def send(self, parcels: Round) -> Wait:
         """Start the packets of a lane together."""

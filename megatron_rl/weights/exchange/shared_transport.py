@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_rl.weights.exchange.memory import Handle, SharedMemory, open_shared, synchronize
 from megatron_rl.weights.exchange.orders import Call, key
+from megatron_rl.weights.exchange.packets import ParcelEnd
 from megatron_rl.weights.exchange.plan import Plan
 from megatron_rl.weights.exchange.transport import Round, Transport, Wait, deal
 
@@ -29,7 +30,7 @@ _GLANCE = timedelta(seconds=0.5)
 """How often a sender that waits for a receiver looks whether that one has given up."""
 
 
-class _Location(msgspec.Struct, frozen=True):
+class Location(msgspec.Struct, frozen=True):
     """Where a parcel lies."""
 
     handle: Handle
@@ -78,7 +79,7 @@ class SharedTransport(Transport):
         for end in parcels:
             full = self._next_key("full", self._rank, end.peer)
             taken = self._next_key("taken", self._rank, end.peer)
-            location = _Location(self._memories[self._half].handle(), start)
+            location = Location(self._memories[self._half].handle(), start)
             self._store.set(full, msgspec.json.encode(location))
             self._in_use[self._half].append((end.peer, full, taken))
             start += end.nbytes
@@ -91,13 +92,16 @@ class SharedTransport(Transport):
 
         def arrive() -> None:
             for full, end in zip(keys, parcels, strict=True):
-                self._store.wait([full], self.left())
-                location = msgspec.json.decode(self._store.get(full), type=_Location)
-                if location.handle not in self._opened:
-                    self._opened[location.handle] = open_shared(location.handle)
-                deal(end.packets, self._opened[location.handle][location.start :])
+                self._arrive(full, end)
 
         return arrive
+
+    def _arrive(self, full: str, end: ParcelEnd) -> None:
+        self._store.wait([full], self.left())
+        location = msgspec.json.decode(self._store.get(full), type=Location)
+        if location.handle not in self._opened:
+            self._opened[location.handle] = open_shared(location.handle)
+        deal(end.packets, self._opened[location.handle][location.start :])
 
     def release(self, parcels: Round) -> None:
         """Tell the senders by the keys `taken/...`, which `_await_taken` waits for."""
@@ -128,13 +132,13 @@ class SharedTransport(Transport):
         ends_at = self.ends_at()
         for receiver, full, taken in self._in_use[half]:
             for replica in self._call.replicas:
-                self._await_one(receiver - self._first_receiver, replica, taken, ends_at)
+                self._await_one(receiver, replica, taken, ends_at)
             # No key is used twice; left there, they would pile up with every weight sync.
             self._store.delete_key(full)
         self._in_use[half].clear()
 
-    def _await_one(self, engine_rank: int, replica: str, taken: str, ends_at: float) -> None:
-        taken = f"{taken}/{replica}"
+    def _await_one(self, receiver: int, replica: str, taken: str, ends_at: float) -> None:
+        taken, engine_rank = f"{taken}/{replica}", receiver - self._first_receiver
         # A receiver that fails sets its report, and never the key.
         report = key("done", self._call.attempt, replica, engine_rank)
         while not self._store.check([taken]):

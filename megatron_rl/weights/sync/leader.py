@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -92,11 +92,12 @@ class Leader:
 
     def lead(
         self,
-        parties: Sequence[tuple[int, Mapping[str, Hello]]],
+        members: Mapping[str, Hello],
+        numbers: Mapping[str, int],
         version: int,
         then: Callable[[], None] | None = None,
     ) -> Outcome:
-        """Bring all members to the version. parties: number of the layouts, members.
+        """Bring all members to the version. numbers: of each member's layouts.
 
         then: called once every member has taken the version or failed, if one has taken it.
         """
@@ -106,15 +107,23 @@ class Leader:
         for each in old:
             # All senders have read the calls of the last weight sync.
             self._store.delete_key(each)
-        for number, members in parties:
-            talk = Conversation(self._link, members, outcome, self._settings.deadline_s)
+        for number, names in self._parties(numbers):
+            party = {name: members[name] for name in names}
+            talk = Conversation(self._link, party, outcome, self._settings.deadline_s)
             if fault:
-                talk.lose({name: f"{name}: {fault}" for name in members})
+                talk.lose({name: f"{name}: {fault}" for name in names})
             self._serve(talk, number, version)
         self._call(Call(self._calls, is_end=True))
-        if then is not None and len(outcome.failed) < sum(len(members) for _, members in parties):
+        if then is not None and len(outcome.failed) < len(members):
             then()
         return outcome
+
+    def _parties(self, numbers: Mapping[str, int]) -> Iterator[tuple[int, list[str]]]:
+        """Members that are served together, with the number of their layouts."""
+        for number in sorted(set(numbers.values())):
+            names = [name for name in numbers if numbers[name] == number]
+            for start in range(min(self._settings.groups, len(names))):
+                yield number, names[start :: self._settings.groups]
 
     def forget(self, name: str) -> None:
         """A generator is lost: no group with it is sound."""

@@ -176,19 +176,13 @@ class Reshard:
         """
         # First: an impossible plan is impossible on every rank.
         numbers = {name: self._number(hello) for name, hello in members.items()}
-        parties = [
-            (number, {name: members[name] for name in names[start :: self._settings.groups]})
-            for number in sorted(set(numbers.values()))
-            for names in [[name for name in members if numbers[name] == number]]
-            for start in range(min(self._settings.groups, len(names)))
-        ]
         self._names |= members.keys()
         # A pool per weight sync. No daemons: torch 2.13 aborts a process that ends while a thread
         # waits in gloo.
         pool = ThreadPoolExecutor(2, "sync", self._streams.enter)
         self._streams.begin()
         if self._leader is not None:
-            self._leading = pool.submit(self._leader.lead, parties, version, then)
+            self._leading = pool.submit(self._leader.lead, members, numbers, version, then)
         self._sending = pool.submit(self._send, sorted(set(numbers.values())))
         pool.shutdown(wait=False)
 
