@@ -68,6 +68,12 @@ def dense_count(values: Mapping[str, Any]) -> int:
         raise InputError(
             f"mlp_layer_types={kinds} is not supported: dense layers must be the first ones"
         )
+    engines = values.get("first_k_dense_replace")
+    if engines not in (None, dense):
+        raise InputError(
+            f"mlp_layer_types has {dense} dense layers, but first_k_dense_replace={engines}, which "
+            "SGLang reads: make them equal in config.json"
+        )
     return dense
 
 

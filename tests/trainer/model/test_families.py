@@ -326,6 +326,10 @@ def test_queries_that_cannot_grow_are_refused(values: dict[str, Any], message: s
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
         ({"rope_scaling": YARN}, "yarn multiplies cosines by 1.139"),
         ({"mlp_layer_types": ["sparse", "dense"]}, "dense layers must be the first ones"),
+        (
+            {"mlp_layer_types": ["dense", "sparse"], "first_k_dense_replace": 0},
+            "mlp_layer_types has 1 dense layers, but first_k_dense_replace=0",
+        ),
     ],
 )
 @pytest.mark.parametrize("family", ["DeepseekV3", "Glm4MoeLite"])

@@ -161,9 +161,10 @@ def test_memory_and_flops_worked_by_hand(folders: dict[str, Path]) -> None:
                          recompute=recompute, modules=MOE)
         for recompute in ("none", "selective")
     )  # fmt: skip
-    # All layers but the one that is computed again keep nothing of it.
+    # No layer keeps anything of it, and one at a time computes it again.
     again = recomputed_elements(shape, Division(), MOE)
-    assert none - selective == 10 * 2 * again * (LAYERS - 1)
+    assert none.kept - selective.kept == 10 * 2 * again * LAYERS
+    assert selective.backward - none.backward == 10 * 2 * again
     flops = step_flops(shape, sequences=3, length=8)
     experts = top * 3 * hidden * ffn + shape.experts * hidden
     more = recomputed_flops(shape, MOE, sequences=3, length=8)
