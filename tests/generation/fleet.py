@@ -69,9 +69,12 @@ LARGE = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "Qwen2", "is_tied": False},
+    "qwen3": {"family": "Qwen3", "is_tied": True},
+    "mistral": {"family": "Mistral", "is_tied": False},
     "ministral3": {"family": "Ministral3", "is_tied": True},
     "olmo2": {"family": "Olmo2", "is_tied": False},
     "olmo3": {"family": "Olmo3", "is_tied": False},
+    "mixtral-moe": {"family": "Mixtral", "is_tied": False},
     "qwen3-moe": {"family": "Qwen3Moe", "is_tied": False},
     "glm4-moe": {"family": "Glm4Moe", "is_tied": False},
     "glm4-moe-lite": {"family": "Glm4MoeLite", "is_tied": False},
