@@ -40,8 +40,8 @@ class Activations(NamedTuple):
     kept: int
     """Of all layers, for their backward passes."""
     backward: int
-    """What the backward pass of one layer needs beside them: recomputed ones, and gradients. The
-    last stage's logits are gone by then."""
+    """Recomputed activations and gradients during the backward pass of one layer. The last stage
+    has freed its logits by then."""
 
 
 def layer_elements(shape: ModelShape, division: Division, *, is_fused: bool = False) -> float:
@@ -182,9 +182,8 @@ def activation_bytes(
         elements += (4 - 2 * ends) * shape.hidden / division.sequence_shards
     gradients = _fused_gradient_elements if is_fused else _gradient_elements
     # One layer at a time is recomputed: the largest is the peak.
-    backward = max(again for _, again in costs) + max(
-        gradients(kind, division) for kind, _ in kinds
-    )
+    backward = max(again for _, again in costs)
+    backward += max(gradients(kind, division) for kind, _ in kinds)
     size = tokens * item_bytes
     return Activations(round(size * elements), round(size * backward))
 

@@ -111,9 +111,9 @@ class RankMemory:
     activations: int
     """Kept for the backward passes of all layers."""
     backward: int
-    """What the backward pass of one layer needs beside them."""
+    """Recomputed activations and gradients during the backward pass of one layer."""
     logits: int
-    """They are gone when the backward passes of the layers begin."""
+    """Freed before the backward passes of the layers."""
     sync_buffers: int
     overlap_buffers: int = 0
     """Of expert.parallel.overlap_tensor."""

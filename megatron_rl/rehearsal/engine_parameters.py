@@ -42,7 +42,7 @@ def parameters_of(
         vars(layer).update(dict.fromkeys(_ASKED), params_dtype=dtype)
         method = Fp8LinearMethod(sizes)
         method.create_weights(layer, dtype)
-        # SGLang leaves the attention of gpt-oss as it is.
+        # SGLang does not quantise the attention of gpt-oss.
         has_sinks = "sinks" in layers.get(path.rpartition(".")[0], {})
         if quantises and QUANTISED.search(path) and not has_sinks:
             layer.quant_method = method

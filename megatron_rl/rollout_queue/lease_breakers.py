@@ -1,7 +1,7 @@
 """Circuit breakers of leases: for an engine that only fails, and for an environment. Pure.
 
-Used by the rollout queue. What only fails returns its completions at once, so it would use up the
-attempts of every completion within milliseconds.
+Used by the rollout queue. An engine or environment that is down fails each completion at once.
+Without a breaker it would use up the attempts of all completions within milliseconds.
 
 | breaker | trips after | then |
 |---|---|---|
@@ -68,6 +68,12 @@ class _Streak:
         self.resumes_at = now + self.pause_s
 
 
+def _end_streak(streaks: dict[str, _Streak], key: str) -> bool:
+    """A success ends a streak; returns whether that ends a pause."""
+    streak = streaks.pop(key, None)
+    return streak is not None and streak.tripped_at is not None
+
+
 class EngineBreaker:
     """Failure streaks of generators, by name."""
 
@@ -76,11 +82,9 @@ class EngineBreaker:
 
     def note_success(self, name: str) -> bool:
         """A completion came back; returns whether that ends a pause."""
-        streak = self._streaks.pop(name, None)
-        if streak is None or streak.tripped_at is None:
-            return False
-        log.warning("generator %s generates again", name)
-        return True
+        if ends_pause := _end_streak(self._streaks, name):
+            log.warning("generator %s generates again", name)
+        return ends_pause
 
     def note_failure(self, name: str, failed: Failed, leased_at: float, now: float) -> list[Failed]:
         """The engine failed a completion; returns the failures that are the engine's fault."""
@@ -134,11 +138,9 @@ class EnvironmentBreaker:
     def note_success(self, task: str) -> bool:
         """A conversation ended with a rollout; returns whether that ends a pause."""
         self._proven.add(task)
-        streak = self._streaks.pop(task, None)
-        if streak is None or streak.tripped_at is None:
-            return False
-        log.warning("the environment of task %r works again", task)
-        return True
+        if ends_pause := _end_streak(self._streaks, task):
+            log.warning("the environment of task %r works again", task)
+        return ends_pause
 
     def note_failure(self, lease: OpenLease, failure: RolloutFailed, now: float) -> bool:
         """A conversation failed; returns whether its task waits from now on.

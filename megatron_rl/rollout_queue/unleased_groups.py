@@ -26,7 +26,7 @@ _Position = tuple[bool, int, int]
 
 @dataclasses.dataclass(eq=False)
 class PendingGroup:
-    """A group with unreturned completions. `UnleasedGroups` sets the last four fields."""
+    """A group with unreturned completions. `UnleasedGroups` sets the last three fields."""
 
     group: Group
     unleased: list[int]
@@ -44,8 +44,6 @@ class PendingGroup:
     """Generators that failed a completion of the group, avoided while there are others."""
     is_waiting: bool = False
     """Whether it is in `UnleasedGroups`."""
-    is_held: bool = False
-    """Whether it waits there for the environment of its task."""
 
     @property
     def position(self) -> _Position:
@@ -123,19 +121,18 @@ class UnleasedGroups:
     def add(self, pending: PendingGroup) -> None:
         pending.is_waiting = True
         if (held := self._held.get(pending.group.prompt.task)) is not None:
-            pending.is_held = True
             held.append(pending)
             return
         bisect.insort(self._queue, pending, key=_position_of)
         self._file(pending)
 
     def remove(self, pending: PendingGroup) -> None:
-        if pending.is_held:
-            self._held[pending.group.prompt.task].remove(pending)
+        if (held := self._held.get(pending.group.prompt.task)) is not None:
+            held.remove(pending)
         else:
             self._unfile(pending)
             _remove(self._queue, pending)
-        pending.is_waiting = pending.is_held = False
+        pending.is_waiting = False
 
     def hold(self, task: str) -> None:
         """Keep the task's groups, and those that come, from `choose`."""
@@ -149,7 +146,6 @@ class UnleasedGroups:
     def release(self, task: str) -> None:
         """Let `choose` see the task's groups again."""
         for pending in self._held.pop(task):
-            pending.is_held = False
             self.add(pending)
 
     def choose_held(self, task: str, eligible: Eligible) -> tuple[PendingGroup, str] | None:
@@ -230,13 +226,18 @@ class UnleasedGroups:
         assert generator is not None
         return first, generator
 
+    def _has_line(self, pending: PendingGroup) -> bool:
+        """Whether it is in `_by_home` or `_avoiding`."""
+        is_held = pending.group.prompt.task in self._held
+        return pending.is_waiting and not is_held and not pending.group.evaluation
+
     def _file(self, pending: PendingGroup) -> None:
-        if pending.is_waiting and not pending.is_held and not pending.group.evaluation:
+        if self._has_line(pending):
             line = self._avoiding if pending.avoided else self._by_home.setdefault(pending.home, [])
             bisect.insort(line, pending, key=_position_of)
 
     def _unfile(self, pending: PendingGroup) -> None:
-        if not pending.is_waiting or pending.is_held or pending.group.evaluation:
+        if not self._has_line(pending):
             return
         if pending.avoided:
             _remove(self._avoiding, pending)
@@ -252,7 +253,7 @@ class UnleasedGroups:
 
     @property
     def held_completions(self) -> int:
-        """Those of tasks whose environment fails."""
+        """Unleased completions of tasks whose environment fails."""
         return sum(sum(map(_count_unleased, held)) for held in self._held.values())
 
 

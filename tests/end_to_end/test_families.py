@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.protocol.metrics import read_jsonl
 from tests.end_to_end import commands
+from tests.generation.layout_models import LATENT_IN_ENGINES
 from tests.tiny_models import GLM4_MOE, GPT_OSS, LATENT, MIXED_WINDOWS, write_model
 from tests.wrapped_models import class_of, write_wrapped
 
@@ -37,10 +38,7 @@ SETTINGS = {"Glm4Moe": ROUTED, "DeepseekV3": ROUTED, "GptOss": ROUTED, "Qwen3VLM
 OPTIONS: dict[str, dict[str, Any]] = {
     "Glm4Moe": GLM4_MOE,
     "GptOss": GPT_OSS,
-    # SGLang reads keys that transformers does not write.
-    "DeepseekV3": {
-        **LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
-    },
+    "DeepseekV3": {**LATENT, **LATENT_IN_ENGINES},
     "SmolLM3": MIXED_WINDOWS,
     "Phi3": {"sliding_window": 12},
 }  # fmt: skip

@@ -52,6 +52,9 @@ EXPERTS["GptOss"] = {
     "swiglu_limit": 1.5,
     "num_hidden_layers": 2,
 }
+LATENT_IN_ENGINES = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+"""Keys of published folders with latent attention that SGLang needs and transformers does not
+write."""
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
@@ -67,10 +70,7 @@ LATENT: dict[str, Any] = {
     "topk_group": 1,
     "routed_scaling_factor": 1.7,
     "first_k_dense_replace": 1,
-    # SGLang needs the keys, which published folders have.
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "moe_layer_freq": 1,
+    **LATENT_IN_ENGINES,
 }
 EXPERTS["Phi3"] = {
     "sliding_window": 6,

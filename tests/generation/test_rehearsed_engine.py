@@ -26,7 +26,7 @@ from megatron_rl.weights.layout.trainer_layout import hf_shapes, untrained
 from tests.family_cases import ENDING, family_cases
 from tests.generation import layout_loader
 from tests.generation.engine_driver import make_setup
-from tests.generation.layout_models import shape_of, write_model
+from tests.generation.layout_models import LATENT_IN_ENGINES, shape_of, write_model
 from tests.generation.test_sglang_layout import _load_only
 from tests.tiny_models import write_model as write_tiny
 
@@ -213,9 +213,6 @@ def test_published_models_fit(
     assert_fits(tmp_path, name, tensor, expert, quantization)
 
 
-PUBLISHED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
-"""Keys of folders with latent attention that SGLang needs and transformers does not write."""
-
 LARGER = {"vocab_size": 331, "max_position_embeddings": 256}
 """Each of three ranks has tokens, in blocks of 64."""
 
@@ -227,7 +224,7 @@ def test_engines_of_every_family_fit(name: str, tmp_path: Path) -> None:
     family, engines, sizes = FAMILIES[name + ENDING], [], []
     # No engine has tied embeddings besides experts.
     other = {"tie_word_embeddings": False} if family.experts else {}
-    other |= PUBLISHED if family.is_latent else {}
+    other |= LATENT_IN_ENGINES if family.is_latent else {}
     # SGLang 0.5.23 skips queries without a latent there (glm4_moe_lite.py:855).
     other |= {"q_lora_rank": 40} if name == "Glm4MoeLite" else {}
     for number, options in enumerate(one for case, one in family_cases() if case == name):

@@ -24,8 +24,8 @@ LOST = Score(0.0, {"environment": 0.0}, "out_of_turns")
 class Conversations(PlayedQueue):
     """Environments that fail most tries of the task "game", and no other."""
 
-    works_every = 4
-    """One try in so many works."""
+    works_every = 8
+    """Of this number of tries one works. So few failures in a row stop no lease."""
 
     def __init__(self, folder: Path, **sections: dict) -> None:
         super().__init__(
@@ -94,7 +94,7 @@ def test_environment_that_is_down_loses_no_completion(tmp_path: Path) -> None:
     probes = [at for at in sorted(set(down)) if down.count(at) == 1][-5:]
     assert len(down) < 8 + 8 + 7
     assert [b - a for a, b in itertools.pairwise(probes)] == [4, 8, 16, 32]
-    # All four batches are there. No group was dropped but for equal rewards, none is short.
+    # All four batches are there. No group was dropped before the end, none is short.
     assert len(queue.batches) == 4
     dropped = [line for path in tmp_path.glob("rollouts/dropped_*") for line in read_jsonl(path)]
     assert {line["reason"] for line in dropped} <= {"not_needed"}
@@ -160,7 +160,7 @@ def test_environment_that_fails_often_loses_its_completions_and_nothing_else(
     # Lost is what failed in each try, once, without tokens and without a reward. A group with one
     # completion left goes too, under the same reason.
     found = [(int(line["prompt_id"][1:]), line["index"]) for line in lost]
-    assert set(found) <= tried and len(found) == len(set(found)) > 3
+    assert set(found) <= tried and len(found) == len(set(found)) > 12
     assert all((line["tokens"], line["reward"]) == (0, None) for line in lost)
     counted = sum(
         batch.metrics.get("queue/completions_dropped_environment_failed", (0,))[0]

@@ -198,7 +198,7 @@ def assert_gradient_equal(
             columns = slice(part.column, part.column + part.columns)
             gradient = as_matrix(expected.tensors[part.hf])
             error, size = (found - gradient[rows, columns]).norm(), gradient.norm()
-            # Those of an expert without tokens are zero.
+            # An expert without tokens has zero gradients.
             assert error <= 1e-5 * size, f"{extra}: {part}: error {error:.1e} of {size:.1e}"
             as_matrix(held[part.hf])[rows, columns] = True
         assert (loss, norm) == pytest.approx((expected.loss, expected.norm), rel=1e-5), extra

@@ -1,7 +1,8 @@
 """Families whose files have several projections or experts in one tensor. Pure functions of sizes.
 
 Used by trainer ranks and engines; `folders/fused_experts.py` reads and writes experts. The rows of
-`qkv_proj` are queries, keys and values, in this order. Those of `gate_up_proj` are gate, then up.
+`qkv_proj` are queries, keys and values, in this order. The rows of `gate_up_proj` are those of
+gate, then those of up.
 """
 
 from __future__ import annotations

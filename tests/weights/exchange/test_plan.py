@@ -245,7 +245,7 @@ def test_every_family_arrives_whole(name: str, options: dict[str, Any], tmp_path
     shape = read_shape(tmp_path)
     tensors = numbered(shape)
     trained = [tensors[key].ravel() for key in tensors.keys() - untrained(shape)]
-    # Those of the hf engine too, which takes no experts in pairs; whole experts, and their units.
+    # 0 ranks: the hf engine, which takes no gates and ups in pairs. Even: see `divides_experts`.
     engines = [*itertools.product((0,) * (not family.pairs_units) + (1, many), (8192, 8193))]
     for like in (Place(), Place(Share(0, many)), Place(pipeline=Share(0, 2))):
         world_size = like.tensor.size * like.pipeline.size
