@@ -40,6 +40,16 @@ def read_tasks(category: str) -> list[dict[str, Any]]:
     return [{**task, **truth} for task, truth in pairs][::STEP]
 
 
+def calls_what_is_hidden(task: dict[str, Any]) -> bool:
+    """Whether the true calls need a function before it is offered: a fault of the task."""
+    return any(
+        text.partition("(")[0] in names
+        for number, names in task.get("missed_function", {}).items()
+        for request in task["ground_truth"][: int(number)]
+        for text in request
+    )
+
+
 def true_calls(task: dict[str, Any]) -> Calls:
     order = {
         tool["function"]["name"]: list(tool["function"]["parameters"]["properties"])
@@ -143,7 +153,9 @@ def play(
 def test_reward_is_the_verdict_of_the_checker(
     tmp_path: Path, renderer: Renderer, category: str
 ) -> None:
-    tasks = read_tasks(category)
+    read = read_tasks(category)
+    tasks = [task for task in read if not calls_what_is_hidden(task)]
+    assert len(tasks) >= len(read) - 1
     whole = [true_calls(task) for task in tasks]
     broken = [damaged(calls, number) for number, calls in enumerate(whole)]
     plays = [
