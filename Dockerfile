@@ -8,8 +8,6 @@
 ARG BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04
 FROM ${BASE}
 
-SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
-
 # 0: the base has them already. What each is for: docs/gpu-install.md.
 ARG APT=1
 # hadolint ignore=DL3008

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow(30), pytest.mark.timeout(300)]
 TOOLS_TESTS = ROOT / "tests" / "tools"
 INSTALLER = (ROOT / "tools" / "install.sh").read_text()
 IMAGES = [ROOT / "Dockerfile", ROOT / "Dockerfile.cpu", ROOT / ".devcontainer" / "Dockerfile"]
-BUILDER = shutil.which("podman") or shutil.which("buildah")
+BUILDER = shutil.which("buildah")
 IN_CONTEXT = pytest.mark.parametrize("image", IMAGES[:2], ids=lambda path: path.name)
 NAMED = pytest.mark.parametrize("image", IMAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
@@ -71,11 +71,12 @@ def pin(name: str) -> str:
 @NAMED
 def test_every_step_is_a_known_one_and_its_shell_is_sound(image: Path) -> None:
     steps = steps_of(image)
-    known = {"ARG", "FROM", "SHELL", "RUN", "ENV", "COPY", "WORKDIR", "ENTRYPOINT", "CMD"}
+    # Not SHELL, which podman and buildah leave out of an OCI image: they run a step by /bin/sh.
+    known = {"ARG", "FROM", "RUN", "ENV", "COPY", "WORKDIR", "ENTRYPOINT", "CMD"}
     assert {step.word for step in steps} <= known
     for step in steps:
         if step.word == "RUN":
-            subprocess.run(["bash", "-n", "-c", step.text], check=True, timeout=60)
+            subprocess.run(["sh", "-n", "-c", step.text], check=True, timeout=60)
 
 
 @NAMED
@@ -155,7 +156,7 @@ def test_the_steps_make_an_environment_without_network(tmp_path: Path) -> None:
             copy(filled(text, values), context, inside)
         elif word == "RUN":
             done = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", text.replace("/build", f"{inside}/build")],
+                ["sh", "-c", text.replace("/build", f"{inside}/build")],
                 cwd=inside, env=environment, capture_output=True, text=True, timeout=150,
             )  # fmt: skip
             assert done.returncode == 0, text + done.stdout + done.stderr
@@ -199,7 +200,7 @@ def test_the_steps_of_the_cpu_image_are_the_installer_on_a_folder_of_packages(
             for folder in ("/build", "/opt"):
                 text = text.replace(folder, f"{inside}{folder}")
             done = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", text],
+                ["sh", "-c", text],
                 env=environment, capture_output=True, text=True, timeout=150,
             )  # fmt: skip
             assert done.returncode == 0, done.stdout + done.stderr
@@ -214,14 +215,29 @@ def test_the_steps_of_the_cpu_image_are_the_installer_on_a_folder_of_packages(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(BUILDER is None, reason="neither podman nor buildah is here")
+@pytest.mark.skipif(BUILDER is None, reason="buildah is not here")
 @pytest.mark.timeout(1800)
-def test_the_cpu_image_is_built() -> None:
+def test_the_cpu_image_is_built_and_trains(tmp_path: Path) -> None:
     """Its last step imports every component. IMAGE_ARGUMENTS: such as --build-arg BASE=..., where
-    there is no network."""
+    there is no network; BUILDAH_ISOLATION=chroot where no container can be started."""
+    assert BUILDER is not None
     more = shlex.split(os.environ.get("IMAGE_ARGUMENTS", ""))
     command = [BUILDER, "build", "-t", "megatron-rl-cpu", "-f", "Dockerfile.cpu", *more, "."]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=1700)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=1200)
+    made = subprocess.run([BUILDER, "from", "megatron-rl-cpu"], capture_output=True, check=True)
+    container = made.stdout.decode().strip()
+    script = "/opt/megatron-rl/examples/quickstart.sh"
+    given = ["--volume", f"{tmp_path}:/workspace", container, "bash", script]
+    try:
+        subprocess.run(
+            [BUILDER, "run", *given, "--tiny", "--run-dir", "/workspace/first"],
+            check=True, timeout=500,
+        )  # fmt: skip
+    finally:
+        subprocess.run([BUILDER, "rm", container], check=True)
+    found = json.loads((tmp_path / "first" / "summary.json").read_text())
+    error = found["accuracy_se_before"] + found["accuracy_se_after"]
+    assert found["accuracy_after"] > found["accuracy_before"] + 4 * error
 
 
 def test_the_devcontainer_names_what_is_there() -> None:

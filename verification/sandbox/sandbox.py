@@ -274,7 +274,9 @@ class Sandbox(Closing):
                 words = self._last_words()
                 is_short = any(os.strerror(number) in words for number in SHORTAGES)
                 kind = HostBusy if is_short else GradingError
-                raise kind(f"bwrap failed: {error}: {words}") from error
+                # It ended before it wrote its information: its own words say why.
+                told = words if isinstance(error, ValueError) else f"{error}: {words}"
+                raise kind(f"bwrap failed: {told}") from error
             block.write(b"x")
         return process
 
