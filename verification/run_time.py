@@ -126,6 +126,11 @@ class Watch:
             if pid != self._root
         )
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether any of them runs now, or waits for a core or a disk."""
+        return any(_is_ready(pid, tid) for pid in self._pids() for tid in _threads(pid))
+
     def _pids(self) -> list[int]:
         own = [self._root] if self._with_root else []
         return own + [pid for pid in descendants(self._root) if pid not in self._ignored]

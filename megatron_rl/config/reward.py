@@ -249,7 +249,7 @@ class WorkerPoolConfig(Section):
 
     workers: PositiveInt | Literal["auto"] = "auto"
     """Number of processes. auto: half of the node's cores for code; a quarter, at most 8, for the
-    others."""
+    others. In the custom pool: of processes that compute."""
     timeout_s: PositiveFloat = 3.0
     """Time limit per grading step. CPU seconds; for the code and custom pools, which wait for
     other processes, elapsed seconds without time spent waiting for a core."""
@@ -260,7 +260,8 @@ class WorkerPoolConfig(Section):
     """Number of slow items that compute at once, at low priority; 0: one per core."""
     held_slow: PositiveInt = 32
     """Number of slow items that keep their process, running or paused. Together they may use
-    twice memory_bytes."""
+    twice memory_bytes. In the custom pool: number of functions that wait, such as for a judge,
+    besides `workers` that compute."""
     memory_bytes: PositiveInt = 2 << 30
     """Address space of one process, in bytes. For code it limits the compiler; tests have their
     own limit."""

@@ -80,6 +80,8 @@ class GradingProcess:
         self.is_closed = False
         """The child closed the socket: it died or retired."""
         self.is_retiring = False
+        self.is_waiting = False
+        """At the last check, the first item needed no core: it waits, such as for a server."""
         self.used_s = 0.0
         """Last measured CPU time of the first item."""
         self._pidfd: int | None = None
@@ -110,7 +112,7 @@ class GradingProcess:
     def note_first(self, now: float) -> None:
         """Record that the child starts on its first item now."""
         self.first_since_s = now
-        self.used_s = 0.0
+        self.used_s, self.is_waiting = 0.0, False
         self._cpu_at_first_s = self._cpu_s()
         self._watch = None
 
@@ -130,6 +132,10 @@ class GradingProcess:
         else:
             self._watch.look(now)
         return now - self.first_since_s - self._watch.waited_s
+
+    def note_wait(self) -> None:
+        """Update `is_waiting`. Call after `own_elapsed_s`."""
+        self.is_waiting = self._watch is not None and not self._watch.is_ready
 
     @property
     def computed_s(self) -> float:

@@ -2,7 +2,8 @@
 
 Runs in the verifier; used by `pool.py`. An item is one step of one score. Three kinds of process:
 
-- A *worker* takes new items, one after another.
+- A *worker* takes new items, one after another. Where a user's function waits, such as for a judge,
+  further workers take the next items: up to held_slow workers may wait beside `workers` others.
 - A *suspect* has a low priority and one item, and ends with it. In pools limited by CPU time, a
   worker whose item takes longer than BRISK_S becomes a suspect, so that no item waits behind it. A
   new suspect retries a failed item. The suspects with the youngest items compute; the others are
@@ -152,12 +153,17 @@ class WorkerPool:
             self._give(process, item, now)
         while self._waiting and not self.suspects.keep_quiet(now):
             process = min(self.workers, key=_load, default=None)
-            if process is None or (process.items and len(self.workers) < self._cfg.workers):
+            if process is None or (process.items and self._may_add_worker):
                 process = self._new_worker(self._waiting[0])
             if len(process.items) >= _DEPTH[self._name]:
                 break
             self._give(process, self._waiting.popleft(), now)
         return given_up
+
+    @property
+    def _may_add_worker(self) -> bool:
+        waiting = sum(process.is_waiting for process in self.workers)
+        return len(self.workers) - min(waiting, self._cfg.held_slow) < self._cfg.workers
 
     def _new_worker(self, item: Item) -> GradingProcess:
         """The spare or a new process; also fork the next spare."""
@@ -242,6 +248,8 @@ class WorkerPool:
         if self._is_timed_by_cpu:
             self._look_again(process, now)
         else:
+            if self._name == CUSTOM:
+                process.note_wait()
             process.check_at_s = now + LOOK_S
         return False
 

@@ -137,6 +137,23 @@ def test_three_of_64_that_wait_are_tried_again_then_not_graded_and_never_earn_le
     _assert_right(finished, range(53, 64))
 
 
+@pytest.mark.parametrize(("task", "workers"), [("sleep", 1 + 3), ("compute", 1)])
+def test_functions_that_wait_leave_their_core_to_others(task: str, workers: int) -> None:
+    """A slow judge is asked for several answers at once; what computes has one process a core."""
+    most = 0
+    with _pool(custom=WorkerPoolConfig(workers=1, held_slow=3)) as pool:
+        for number in range(5):
+            _submit(pool, make_request(boxed("7"), task=task, entry="0.7", request_id=number))
+        deadline = time.monotonic() + 60
+        while pool.pending:
+            assert time.monotonic() < deadline
+            wait([pool], 0.02)
+            most = max(most, len(pool.pools["custom"].workers))
+            for one in pool.collect():
+                assert isinstance(one, ScoreDone) and one.score.is_correct
+    assert most == workers
+
+
 def test_a_program_that_a_function_calls_and_that_never_ends_is_the_completions_fault() -> None:
     with _pool(custom=WorkerPoolConfig(timeout_s=1.6)) as pool:
         _submit(pool, make_request(boxed("7"), task="hang_in_a_child"))
