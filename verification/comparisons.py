@@ -5,6 +5,8 @@ Two wrong answers are compared in the same way: one serves as the reference. A r
 several accepted answers: an answer is right if it equals any.
 """
 
+import asyncio
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -230,9 +232,10 @@ def find_comparison(name: str) -> Comparison:
 
 
 def call_function(function: Callable[..., object], name: str, *arguments: object) -> object:
-    """The result of a user's function; GradingError says what it raised, and where."""
+    """The result of a user's function, `async` or not; GradingError says what it raised, where."""
     try:
-        return function(*arguments)
+        result = function(*arguments)
+        return asyncio.run(result) if inspect.iscoroutine(result) else result
     except (GradingError, MemoryError, RecursionError):
         raise
     except Exception as error:  # noqa: BLE001 a user's function may raise anything

@@ -176,6 +176,16 @@ def test_extra_rewards_are_added_by_weight_and_recorded_by_name() -> None:
     assert "half" not in score(make_request("7"), rules).parts
 
 
+def test_functions_of_the_user_may_be_async() -> None:
+    mine = TaskConfig(format_check="box", compare=f"{PLUG_INS}:sleep_and_compare")
+    late = ExtraReward(name="late", function=f"{PLUG_INS}:half_later", weight=0.2)
+    rules = make_rules(tasks={"mine": mine}, extra=[late])
+    right, wrong = (score(make_request(f"\\boxed{{{n}}}", task="mine"), rules) for n in (7, 8))
+    assert (right.reason, wrong.reason) == ("correct", "wrong_answer")
+    # "7" has one of two characters.
+    assert math.isclose(right.parts["late"], 0.2 / 2)
+
+
 def test_extra_reward_that_is_no_number_is_our_failure() -> None:
     rules = make_rules(extra=[ExtraReward(name="bad", function=f"{PLUG_INS}:not_a_number")])
     with pytest.raises(GradingError, match="returned nan of the type float, expected one finite"):

@@ -1,5 +1,6 @@
 """Comparisons that misbehave, named as `tests.verification.pool.hostile_tasks:<function>`."""
 
+import asyncio
 import ctypes
 import os
 import signal
@@ -113,6 +114,18 @@ def sleep(answer: str, request: ScoreRequest) -> bool:
     """Right after request.entry seconds of sleep."""
     time.sleep(float(request.entry))
     return True
+
+
+async def sleep_and_compare(answer: str, request: ScoreRequest) -> bool:
+    """As a judge over HTTP that is awaited."""
+    await asyncio.sleep(0.01)
+    return answer == request.answer
+
+
+async def half_later(answer: str, request: ScoreRequest) -> float:
+    """As `half`."""
+    await asyncio.sleep(0.01)
+    return half(answer, request)
 
 
 def hang_on_bombs(answer: str, request: ScoreRequest) -> bool:
