@@ -17,7 +17,7 @@ import psutil
 
 from megatron_rl.backend.gpu_host import find_cuda_home
 from megatron_rl.config.errors import InputError
-from megatron_rl.protocol import nccl_settings
+from megatron_rl.protocol.nccl_settings import CALL_LIMIT_S, CHOSEN, call_limit
 from megatron_rl.protocol.wire import LOOPBACK
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -149,9 +149,7 @@ def collective_environment(
     when the host cannot be reached from here.
     """
     given = os.environ if given is None else given
-    wanted = nccl_settings.CHOSEN | {
-        nccl_settings.CALL_LIMIT_S: nccl_settings.call_limit(deadline_s)
-    }
+    wanted = CHOSEN | {CALL_LIMIT_S: call_limit(deadline_s)}
     if deterministic:
         wanted |= [_NCCL_ALGORITHMS]
     if _GLOO_INTERFACE not in given:
