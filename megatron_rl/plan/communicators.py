@@ -43,9 +43,10 @@ class Links:
 
 
 BETWEEN_NODES = Links(channels=16, tree_peers=3, peer_channels=2, pool_bytes=32 * MIB)
-"""Channels: NCCL issues 1453 (16 on three nodes of 8 H100) and 1189 (2 for a peer). Of a channel's
-two trees one gives a rank two children, the other none; in each it has a parent and a neighbour on
-its node. The pool has 16 steps of 128 KiB for each channel (`sharedNetBuffersInit`)."""
+"""Channels: NCCL issues 1453 (16 on three nodes of 8 H100) and 1189 (2 for a peer). NCCL has two
+binary trees, each for half of the channels. In one a rank has two children, in the other none; in
+both it has a parent and a neighbour on its node. The pool has 16 steps of 128 KiB for each channel
+(`sharedNetBuffersInit`)."""
 ON_ONE_NODE = Links(channels=32, tree_peers=2, peer_channels=32, pool_bytes=0)
 """Channels: NCCL issues 1646 (8 B200) and 1685 (8 H100). Trees are chains there."""
 
