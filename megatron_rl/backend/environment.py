@@ -3,7 +3,6 @@
 Used by the launcher, so without torch: a variable has to be set before torch is loaded.
 """
 
-import math
 import os
 import socket
 import sys
@@ -18,7 +17,7 @@ import psutil
 
 from megatron_rl.backend.gpu_host import find_cuda_home
 from megatron_rl.config.errors import InputError
-from megatron_rl.protocol import nccl_settings
+from megatron_rl.protocol.nccl_settings import CALL_LIMIT_S, CHOSEN, call_limit
 from megatron_rl.protocol.wire import LOOPBACK
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -45,8 +44,6 @@ DETERMINISTIC = {
 _NCCL_ALGORITHMS = ("NCCL_ALGO", "^NVLS")
 """Megatron's own check takes this value: sums inside of a switch have no fixed order."""
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-_CALL_LIMIT_S = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
-"""Whole seconds: see `weights/exchange/group.py`."""
 
 
 def device_of_host(gpus: Sequence[str], torch_version: str | None = None) -> DeviceKind:
@@ -152,7 +149,7 @@ def collective_environment(
     when the host cannot be reached from here.
     """
     given = os.environ if given is None else given
-    wanted = nccl_settings.CHOSEN | {_CALL_LIMIT_S: str(max(1, math.ceil(deadline_s)))}
+    wanted = CHOSEN | {CALL_LIMIT_S: call_limit(deadline_s)}
     if deterministic:
         wanted |= [_NCCL_ALGORITHMS]
     if _GLOO_INTERFACE not in given:

@@ -4,7 +4,7 @@ It makes the trainer's plan from sizes, without weights, device or other process
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -12,6 +12,12 @@ from rich.table import Table
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
+from megatron_rl.plan.communicators import (
+    INIT_S,
+    INIT_S_PER_RANK,
+    Communicators,
+    find_communicators,
+)
 from megatron_rl.plan.plan import Hardware
 from megatron_rl.plan.trainer_memory import ITEM_BYTES
 from megatron_rl.plan.weight_sync import PAPER_WEIGHT_SYNC_S, WeightSyncCost, sync_cost, sync_rate
@@ -42,6 +48,8 @@ class Forecast:
     rank_lanes: int
     """Most process groups of a trainer rank."""
     cost: WeightSyncCost
+    communicators: Communicators | None = None
+    """None: no collective carries the weights."""
 
     @property
     def spread_bytes(self) -> int:
@@ -75,6 +83,9 @@ def plan_weights(config: Config, console: Console) -> None:
     way = "by way of files" if config.weights.method == "folder" else "over NCCL"
     table.add_row("its transfer", f"{cost.seconds:.2f} s {way} at {rate}")
     table.add_row("a transfer to a single engine", f"{cost.one_s:.2f} s")
+    if found.communicators is not None:
+        for name, value in _communicator_rows(found.communicators):
+            table.add_row(name, value)
     console.print(table, markup=False)
     if len(found.sent) <= SHOWN_RANKS:
         for rank, size in enumerate(found.sent):
@@ -85,6 +96,24 @@ def plan_weights(config: Config, console: Console) -> None:
             f"bucket of {_megabytes(found.bucket_bytes)}: the slowest sets the pace",
             highlight=False,
         )
+    deadline_s = config.weights.deadline_s
+    if found.communicators is not None and max(found.communicators.starts_s) > deadline_s:
+        console.print(
+            "warning: the first weight sync may fail, because its communicators may start later "
+            f"than expert.weights.deadline_s={deadline_s:g}: raise it",
+            highlight=False,
+        )
+
+
+def _communicator_rows(found: Communicators) -> Iterator[tuple[str, str]]:
+    yield "communicators of a trainer rank", f"at most {_megabytes(found.trainer_bytes)}"
+    yield "communicators of an engine rank", f"at most {_megabytes(found.engine_bytes)}"
+    assumed = f"{INIT_S:g} s each and {INIT_S_PER_RANK:g} s a rank"
+    yield "start of all communicators", f"{sum(found.starts_s):.1f} s, if {assumed}: an estimate"
+    yield (
+        "start for a generator that joins",
+        f"{found.join_s:.1f} s, and of all at the next version",
+    )
 
 
 def forecast(config: Config) -> Forecast:
@@ -113,6 +142,7 @@ def forecast(config: Config) -> Forecast:
             item_bytes=itemsize,
             fixed_s=Hardware.fixed_s,
         ),
+        communicators=find_communicators(config, roots),
     )
 
 

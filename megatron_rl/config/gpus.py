@@ -8,6 +8,8 @@ from megatron_rl.config.errors import InputError
 MIB = 1 << 20
 GIB = 1 << 30
 DEFAULT = "h100-80g"
+HOST_GPUS = 8
+"""GPUs of a node: tensor ranks and the ranks of an engine stay within one."""
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from itertools import product
 from typing import Any
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.gpus import HOST_GPUS
 from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.config.tree import Config
+from megatron_rl.plan.communicators import engine_communicator_bytes
 from megatron_rl.plan.generator import cache_tokens, engine_memory
 from megatron_rl.plan.trainer_memory import ITEM_BYTES, fullest_rank, setting_of
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel
 
-HOST_GPUS = 8
-"""GPUs of a node: tensor ranks and the ranks of an engine stay within one."""
 _FACTORS = (1, 2, 4, 8)
 
 
@@ -144,11 +144,18 @@ def _toml(value: object) -> str:
 def nearest_engine_fit(shape: ModelShape, config: Config, *, gpu_bytes: int) -> list[str] | None:
     """Overrides with which the engine and its generator.kv_tokens fit; None: none."""
     generator, item_bytes = config.generator, ITEM_BYTES[config.model.dtype]
+    communicators = engine_communicator_bytes(config, config.parallel.world_size)
     for factor in _FACTORS:
         ranks = generator.tensor_parallel * factor
         changed = generator.model_copy(update={"tensor_parallel": ranks})
         try:
-            memory = engine_memory(shape, changed, item_bytes=item_bytes, gpu_bytes=gpu_bytes)
+            memory = engine_memory(
+                shape,
+                changed,
+                item_bytes=item_bytes,
+                gpu_bytes=gpu_bytes,
+                communicators=communicators,
+            )
         except InputError:
             continue
         tokens = min(cache_tokens(generator, memory), memory.kv_tokens)

@@ -74,6 +74,8 @@ class EngineMemory:
     reserve: int
     kv_room: int
     """Bytes left for the KV cache; below 0: the weights do not fit."""
+    communicators: int = 0
+    """Of a weight sync, at most. SGLang's reserve does not know of them."""
 
     @property
     def kv_tokens(self) -> int:
@@ -87,7 +89,12 @@ def cache_tokens(generator: GeneratorConfig, memory: EngineMemory) -> int:
 
 
 def engine_memory(
-    shape: ModelShape, generator: GeneratorConfig, *, item_bytes: int, gpu_bytes: int
+    shape: ModelShape,
+    generator: GeneratorConfig,
+    *,
+    item_bytes: int,
+    gpu_bytes: int,
+    communicators: int = 0,
 ) -> EngineMemory:
     """Memory of the fullest rank of an engine. Raises InputError.
 
@@ -101,5 +108,6 @@ def engine_memory(
         weights=weights,
         kv_per_token=kv_bytes_per_token(shape, ranks, item_bytes),
         reserve=reserve,
-        kv_room=gpu_bytes - reserve - weights,
+        kv_room=gpu_bytes - reserve - communicators - weights,
+        communicators=communicators,
     )

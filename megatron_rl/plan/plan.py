@@ -6,10 +6,10 @@ Used by `megatron-rl plan`. Pure, except that it reads the model's config.json.
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.gpus import find_gpu
+from megatron_rl.config.gpus import HOST_GPUS, find_gpu
 from megatron_rl.config.staging import longest_stage, name_of, resolve_stages
 from megatron_rl.config.tree import Config
-from megatron_rl.plan.fit import HOST_GPUS
+from megatron_rl.plan.communicators import engine_communicator_bytes
 from megatron_rl.plan.flops import (
     StepFlops,
     bubble_share,
@@ -155,7 +155,13 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
     mean = mean_tokens or max(1, config.generator.context_tokens // 2)
     trainer = fullest_rank(shape, setting_of(config, mean))
     item_bytes, generator = ITEM_BYTES[config.model.dtype], config.generator
-    engine = engine_memory(shape, generator, item_bytes=item_bytes, gpu_bytes=gpu.memory_bytes)
+    engine = engine_memory(
+        shape,
+        generator,
+        item_bytes=item_bytes,
+        gpu_bytes=gpu.memory_bytes,
+        communicators=engine_communicator_bytes(config, config.parallel.world_size),
+    )
     kv_tokens = cache_tokens(generator, engine)
     # Half of the context is no more than a guess at the mean.
     trusted = None if mean_tokens is None else kv_tokens

@@ -105,8 +105,9 @@ def _trainer_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:
         "activations": rank.activations,
         "logits, or the backward pass of a layer": max(rank.logits, rank.backward),
         "buffers of a weight sync": rank.sync_buffers,
+        "communicators of a weight sync, at most": rank.communicators,
         **({"buffers of overlap_tensor": rank.overlap_buffers} if rank.overlap_buffers else {}),
-        "CUDA, NCCL, fragments (allowance)": rank.reserve,
+        "CUDA, NCCL of training, fragments (allowance)": rank.reserve,
         "sum": rank.total,
     }
     for name, size in parts.items():
@@ -131,6 +132,7 @@ def _other_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:
         yield "  pipeline bubble (within the MFU)", f"{step.bubble_share:.0%}"
     yield "engine rank: weights", _gib(engine.weights)
     yield "  left free by SGLang", _gib(engine.reserve)
+    yield "  communicators of a weight sync, at most", _gib(engine.communicators)
     yield "  KV cache of a token", f"{engine.kv_per_token / 1024:.1f} KiB"
     room = f"{engine.kv_tokens:,} tokens, {plan.kv_completions} completions"
     yield "  room for KV cache", f"{_gib(engine.kv_room)}: {room} of {plan.context_tokens}"

@@ -16,6 +16,7 @@ from megatron_rl.plan.activations import (
     activation_bytes,
     logits_bytes,
 )
+from megatron_rl.plan.communicators import trainer_communicator_bytes
 from megatron_rl.plan.padding import overlap_buffer_bytes
 from megatron_rl.plan.parameters import Division, RankParameters, division_of, stage_parameters
 from megatron_rl.weights.layout.shape import ModelShape
@@ -71,7 +72,7 @@ def state_bytes(
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 RESERVE_BYTES = 4 * GIB
-"""An allowance: CUDA context, NCCL's and cuBLAS' buffers, fragmentation."""
+"""An allowance: CUDA context, buffers of cuBLAS and of training's NCCL groups, fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class TrainerSetting:
     recompute: Recompute = "none"
     recompute_modules: tuple[str, ...] = ("core_attn",)
     sync_buffer_bytes: int = 0
+    communicator_bytes: int = 0
+    """Of a weight sync, if the rank sends to every rank of an engine."""
     dequantises: bool = False
     """A weight sync holds parameters in the compute dtype beside those in FP8; taken to be all."""
     logprob_chunk_tokens: int | None = None
@@ -117,13 +120,19 @@ class RankMemory:
     sync_buffers: int
     overlap_buffers: int = 0
     """Of expert.parallel.overlap_tensor."""
+    communicators: int = 0
+    """Of a weight sync, at most."""
     reserve: int = RESERVE_BYTES
 
     @property
     def total(self) -> int:
         """The peak, as a sum of parts that are not all at theirs at once."""
-        parts = (self.states.total, self.passes, self.sync_buffers, self.overlap_buffers)
-        return sum(parts) + self.reserve
+        return self.tensors + self.communicators + self.reserve
+
+    @property
+    def tensors(self) -> int:
+        """Of these, what torch allocates."""
+        return self.states.total + self.passes + self.sync_buffers + self.overlap_buffers
 
     @property
     def passes(self) -> int:
@@ -145,6 +154,7 @@ def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
         recompute=config.model.recompute,
         recompute_modules=config.model.recompute_modules,
         sync_buffer_bytes=_sync_buffer_bytes(config),
+        communicator_bytes=trainer_communicator_bytes(config, config.generator.tensor_parallel),
         dequantises=config.model.fp8_parameters,
         logprob_chunk_tokens=config.train.logprob_chunk_tokens,
         compares_vocabularies=config.algorithm.kl.is_exact,
@@ -209,6 +219,7 @@ def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankM
         sync_buffers=setting.sync_buffer_bytes
         + setting.dequantises * parameters.total * setting.item_bytes,
         overlap_buffers=setting.overlap_bytes_per_hidden * shape.hidden,
+        communicators=setting.communicator_bytes,
     )
 
 

@@ -58,7 +58,7 @@ class Stage:
     @property
     def memory_ratio(self) -> float:
         """Tensors of the trace over those of the plan."""
-        return self.trace.peak_bytes / (self.planned.total - self.planned.reserve)
+        return self.trace.peak_bytes / self.planned.tensors
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def conclude(folder: Path, cfg: Config, options: Options) -> Rehearsal:
         microbatch=Microbatch(request.tokens, request.microbatches),
     )
     if not request.engine_ranks:
-        setting = replace(setting, sync_buffer_bytes=0)
+        setting = replace(setting, sync_buffer_bytes=0, communicator_bytes=0)
     stages = tuple(_stages(read_shape(cfg.model.path), cfg, traces, setting))
     clock = Clock(traces, find_gpu(options.gpu).bf16_flops)
     faults = find_faults(traces, clock) if not errors else []
@@ -279,16 +279,16 @@ def _differences(stages: Sequence[Stage]) -> Iterator[str]:
         if abs(stage.memory_ratio - 1) > TOLERANCE:
             yield (
                 f"stage {stage.number}: tensors come to {stage.memory_ratio:.3f} of what "
-                "`megatron-rl plan` says without its reserve"
+                "`megatron-rl plan` says without reserve and communicators"
             )
 
 
 def _too_large(stages: Sequence[Stage], gpu: str) -> Iterator[str]:
     room = find_gpu(gpu).memory_bytes
     for stage in stages:
-        needed = stage.trace.peak_bytes + stage.planned.reserve
+        needed = stage.trace.peak_bytes + stage.planned.total - stage.planned.tensors
         if needed > room:
             yield (
-                f"stage {stage.number} needs {needed / GIB:.1f} GiB with the plan's reserve, more "
-                f"than the {room / GIB:.1f} GiB of {gpu}"
+                f"stage {stage.number} needs {needed / GIB:.1f} GiB with what CUDA and NCCL take, "
+                f"more than the {room / GIB:.1f} GiB of {gpu}"
             )

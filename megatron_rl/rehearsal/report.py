@@ -71,7 +71,7 @@ def _stage_tree(found: Rehearsal, stage: Stage) -> dict[str, Any]:
         "rank": trace.rank,
         "parameters": trace.parameters,
         "peak_bytes": trace.peak_bytes,
-        "planned_bytes": stage.planned.total - stage.planned.reserve,
+        "planned_bytes": stage.planned.tensors,
         "peak_parts": trace.peak_parts,
         "host_bytes": trace.host_bytes,
         "copied_bytes": trace.copied_bytes,

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_rl.plan.fit import HOST_GPUS
+from megatron_rl.config.gpus import HOST_GPUS
 from megatron_rl.rehearsal.events import Event, Trace
 from megatron_rl.rehearsal.match import Watcher
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.gpus import find_gpu
 from megatron_rl.config.tree import Config
+from megatron_rl.plan.communicators import engine_communicator_bytes
 from megatron_rl.plan.flops import (
     BACKWARD,
     attention_flops,
@@ -121,6 +122,7 @@ def kv_tokens_of(config: Config, assumed: Assumptions) -> int:
         config.generator,
         item_bytes=ITEM_BYTES[config.model.dtype],
         gpu_bytes=gpu.memory_bytes,
+        communicators=engine_communicator_bytes(config, config.parallel.world_size),
     )
     return memory.kv_tokens
 

@@ -18,7 +18,6 @@ from megatron_rl.weights.exchange.group_transport import open_transport
 from megatron_rl.weights.exchange.orders import Call, Ready, Report, key
 from megatron_rl.weights.exchange.parcels import outgoing, send
 from megatron_rl.weights.exchange.plan import Layouts, Plan, kind_of
-from megatron_rl.weights.exchange.transport import stages_all
 from megatron_rl.weights.layout.place import Place
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import as_matrix
@@ -79,7 +78,7 @@ class SliceSender:
         self._transport.begin(go, self._plan)
         held = of_trainer(exchange.layouts.shape, parameters)
         rounds = self._plan.of_sender(0)
-        ends = outgoing(rounds, held, DTYPE, stages_all=stages_all(order.backend))
+        ends = outgoing(rounds, held, DTYPE, stages_all=self._transport.stages_all)
         send(ends, self._transport, dtype=DTYPE, version=order.version)
         keys = [key("done", order.attempt, order.replica, rank) for rank in range(self._ranks)]
         return [msgspec.json.decode(self._store.get(each), type=Report) for each in keys]

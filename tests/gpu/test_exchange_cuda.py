@@ -17,7 +17,7 @@ from megatron_rl.weights.exchange.orders import Call, Report
 from megatron_rl.weights.exchange.packets import word_sums
 from megatron_rl.weights.exchange.parcels import incoming, outgoing, receive, send
 from megatron_rl.weights.exchange.plan import make_plan
-from megatron_rl.weights.exchange.transport import IPC, stages_all
+from megatron_rl.weights.exchange.transport import IPC
 from megatron_rl.weights.layout.slices import Slice
 from tests.distributed import run_ranks
 from tests.ports import free_port
@@ -72,7 +72,7 @@ def exchange(
     transport.begin(call, plan, replica="engine" if rank else "")
     if rank == 0:
         held = {"m": whole.to(device), "v": vector.to(device)}
-        ends = outgoing(plan.of_sender(0), held, torch.bfloat16, stages_all=stages_all(backend))
+        ends = outgoing(plan.of_sender(0), held, torch.bfloat16, stages_all=transport.stages_all)
         send(ends, transport, dtype=torch.bfloat16, version=1)
         # The store is here.
         store.wait(["over"], timedelta(seconds=LIMIT_S))
@@ -82,7 +82,7 @@ def exchange(
         "right": torch.zeros(ROWS, COLUMNS - CUT, dtype=torch.bfloat16, device=device),
         "v": torch.zeros(77, dtype=torch.bfloat16, device=device),
     }
-    ends = incoming(plan.of_receiver(1), held, torch.bfloat16, stages_all=stages_all(backend))
+    ends = incoming(plan.of_receiver(1), held, torch.bfloat16, stages_all=transport.stages_all)
     result = receive(ends, transport, dtype=torch.bfloat16, version=expected_version)
     store.set("over", "")
     found = torch.cat([held["left"], held["right"]], 1).cpu()

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.protocol.nccl_settings import CHOSEN, check_settings, own_settings
+from megatron_rl.protocol.nccl_settings import CHOSEN, call_limit, check_settings, own_settings
 
 CUMEM, NVLS = "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"
 
@@ -38,3 +38,8 @@ def test_own_settings_are_those_of_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(CUMEM, "0")
     monkeypatch.delenv(NVLS, raising=False)
     assert own_settings() == {CUMEM: "0", NVLS: ""} and own_settings().keys() == CHOSEN.keys()
+
+
+@pytest.mark.parametrize(("timeout_s", "limit"), [(0.2, "1"), (1.0, "1"), (119.5, "120")])
+def test_the_limit_of_a_call_is_in_whole_seconds(timeout_s: float, limit: str) -> None:
+    assert call_limit(timeout_s) == limit

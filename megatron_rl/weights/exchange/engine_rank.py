@@ -22,7 +22,7 @@ from megatron_rl.weights.exchange.group_transport import open_transport
 from megatron_rl.weights.exchange.orders import Call, Ready, Report, key
 from megatron_rl.weights.exchange.parcels import StagedParameters, incoming, receive
 from megatron_rl.weights.exchange.plan import Layouts, Plan, Rounds
-from megatron_rl.weights.exchange.transport import Transport, stages_all
+from megatron_rl.weights.exchange.transport import Transport
 from megatron_rl.weights.layout.engine_checks import check_slices
 from megatron_rl.weights.layout.slices import Slice
 
@@ -133,15 +133,15 @@ class EngineRank:
         plan = self._plan(order, syncer, parameters)
         staged = parameters if isinstance(parameters, StagedParameters) else None
         self._staged = staged
-        ends = incoming(
-            syncer.rounds, parameters, self._dtype, stages_all=stages_all(order.backend)
-        )
         if syncer.transport is None:
             device = next(iter(parameters.values())).device
             syncer.transport = open_transport(
                 syncer.store, plan.senders + self._rank, device, backend=order.backend,
                 dtype=self._dtype, folder=order.folder,
             )  # fmt: skip
+        ends = incoming(
+            syncer.rounds, parameters, self._dtype, stages_all=syncer.transport.stages_all
+        )
         holds = syncer.version if syncer.is_whole and self._can_add(syncer, parameters) else -1
         self._tell("ready", order, Ready(holds=holds))
         # The store's timeout was set for the first transfer: here it is what is left now.

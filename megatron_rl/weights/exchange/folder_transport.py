@@ -51,6 +51,8 @@ class _Files(msgspec.Struct, frozen=True):
 class FolderTransport(Transport):
     """Files that this rank writes, or reads. Its buffers are in host memory."""
 
+    stages_all = True
+
     def __init__(
         self, store: dist.Store, rank: int, device: torch.device, folder: Folder,
         dtype: torch.dtype, syncer: str = "",

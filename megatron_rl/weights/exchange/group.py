@@ -1,6 +1,6 @@
 """Process groups of trainer ranks and the ranks of one engine.
 
-Used by trainer ranks and by engines; needs torch alone, so that both may share it.
+Used by trainer ranks and by engines; needs torch and the protocol alone, so both may share it.
 
 A group of device memory (NCCL) beside the trainer's needs what torch does not do by itself; the
 section "Groups over NCCL" of docs/weights.md has the reasons:
@@ -15,7 +15,6 @@ same. Its second implementation of NCCL groups (TORCH_DIST_USE_NCCL2=1 takes it)
 """
 
 import logging
-import math
 import os
 import socket
 import threading
@@ -29,11 +28,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_rl.protocol.nccl_settings import CALL_LIMIT_S, call_limit
+
 log = logging.getLogger(__name__)
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 NON_BLOCKING = "TORCH_NCCL_USE_COMM_NONBLOCKING"
-CALL_LIMIT_S = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 LANE = "WEIGHT_SYNC_LANE"
 """What torch calls such a group in its own messages."""
 
@@ -70,11 +70,6 @@ def made_apart(timeout_s: float) -> Iterator[None]:
                 del os.environ[BLOCKING_WAIT]
             else:
                 os.environ[BLOCKING_WAIT] = before
-
-
-def call_limit(timeout_s: float) -> str:
-    """Value of CALL_LIMIT_S: whole seconds."""
-    return str(max(1, math.ceil(timeout_s)))
 
 
 def start_batch(ops: list[dist.P2POp], device: torch.device) -> list[dist.Work]:

@@ -121,7 +121,6 @@ class ParcelEnd(NamedTuple):
 
     peer: int
     packets: list[Packet]
-    """Those that are staged lack their buffers at first."""
     moves: Sequence[Move]
 
     @property
@@ -130,15 +129,15 @@ class ParcelEnd(NamedTuple):
         return sum(packet.nbytes for packet in self.packets)
 
 
-def packets_of(
+def end_of(
     parameters: dict[str, Tensor],
     parcel: Parcel,
     dtype: torch.dtype,
     *,
     is_sender: bool,
     stages_all: bool = False,
-) -> list[Packet]:
-    """A parcel's packets at one end; those that are staged lack their buffers yet."""
+) -> ParcelEnd:
+    """One end of a parcel; the packets that are staged lack their buffers yet."""
     alone, together, size = [], [], 0
     for move in parcel.moves:
         place = _place(parameters, move, is_sender=is_sender)
@@ -150,7 +149,8 @@ def packets_of(
         else:
             together.append(place)
             size += nbytes
-    return [*alone, Packet(together, _padded(size), is_last=True)]
+    packets = [*alone, Packet(together, _padded(size), is_last=True)]
+    return ParcelEnd(parcel.receiver if is_sender else parcel.sender, packets, parcel.moves)
 
 
 def _place(parameters: dict[str, Tensor], move: Move, *, is_sender: bool) -> Tensor:

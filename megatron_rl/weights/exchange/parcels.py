@@ -10,6 +10,7 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 
 import torch
@@ -17,14 +18,13 @@ from torch import Tensor
 
 from megatron_rl.weights.exchange.orders import Report
 from megatron_rl.weights.exchange.packets import (
-    ParcelEnd,
     digest_in_place,
+    end_of,
     give_back,
     pack,
-    packets_of,
     unpack,
 )
-from megatron_rl.weights.exchange.plan import Parcel, Rounds
+from megatron_rl.weights.exchange.plan import Rounds
 from megatron_rl.weights.exchange.transport import Round, Transport, Wait
 
 
@@ -98,15 +98,13 @@ def outgoing(
 ) -> Ends:
     """What a sender can do ahead: find what it sends, and take digests where it lies.
 
-    The parameters must not change until all is sent. stages_all: see `packets_of`.
+    The parameters must not change until all is sent. stages_all: see `Transport`.
     """
-
-    def end_of(parcel: Parcel) -> ParcelEnd:
-        packets = packets_of(parameters, parcel, dtype, is_sender=True, stages_all=stages_all)
-        digest_in_place(packets)
-        return ParcelEnd(parcel.receiver, packets, parcel.moves)
-
-    return [[end_of(parcel) for parcel in parcels] for parcels in rounds]
+    find = partial(end_of, parameters, dtype=dtype, is_sender=True, stages_all=stages_all)
+    ends = [[find(parcel) for parcel in parcels] for parcels in rounds]
+    for end in chain.from_iterable(ends):
+        digest_in_place(end.packets)
+    return ends
 
 
 @torch.no_grad()
@@ -118,12 +116,8 @@ def incoming(
     Of parameters that are staged it finds a round's places, which takes their memory, only when
     `receive` asks for the round.
     """
-
-    def end_of(parcel: Parcel) -> ParcelEnd:
-        packets = packets_of(parameters, parcel, dtype, is_sender=False, stages_all=stages_all)
-        return ParcelEnd(parcel.sender, packets, parcel.moves)
-
-    ends = ([end_of(parcel) for parcel in parcels] for parcels in rounds)
+    find = partial(end_of, parameters, dtype=dtype, is_sender=False, stages_all=stages_all)
+    ends = ([find(parcel) for parcel in parcels] for parcels in rounds)
     if not isinstance(parameters, StagedParameters):
         return list(ends)
     elements: Counter[str] = Counter()

@@ -340,9 +340,7 @@ class Layouts(msgspec.Struct, frozen=True):
 
     def plan(self) -> Plan:
         """The plan; rank r of each engine is receiver `trainer_ranks + r`. Raises ValueError."""
-        # The same for layouts of any trainer rank.
-        like = place_of(0, self.trainer_ranks, self.like)
-        return _plan_of(msgspec.structs.replace(self, like=like))
+        return _plan_of(self)
 
 
 @functools.lru_cache(maxsize=4)

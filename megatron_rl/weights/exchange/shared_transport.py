@@ -41,6 +41,8 @@ class Location(msgspec.Struct, frozen=True):
 class SharedTransport(Transport):
     """Through memory of the sender that the receivers on the same host open."""
 
+    stages_all = True
+
     def __init__(self, store: dist.Store, rank: int, device: torch.device) -> None:
         """As `Transport` says."""
         super().__init__(store, rank, device)

@@ -30,13 +30,11 @@ Wait = Callable[[], None]
 longer than the call allows."""
 
 
-def stages_all(backend: str) -> bool:
-    """Whether packets never lie in the parameters themselves; the same at both ends."""
-    return backend in (IPC, FOLDER)
-
-
 class Transport:
     """One rank's end of all transfers. Peers are ranks of the plan."""
+
+    stages_all = False
+    """Whether packets never lie in the parameters themselves; the same at both ends."""
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device) -> None:
         """rank: in the plan. device: of the parameters."""

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 import msgspec
 import torch
@@ -36,8 +37,6 @@ ATTEMPTS = 2
 """Transfers of one weight sync to several generators together; what then fails is served alone."""
 REPORT_S = 2.0
 """A rank has so much longer to report than to receive: its error says more than its absence."""
-GLANCE_S = 0.004
-"""Seconds between two polls of the store."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +132,10 @@ class Leader:
         """Why no transfer is possible; "": all senders wait for a call."""
         keys = [key("prepared", self._calls, rank) for rank in range(self._trainer_ranks)]
         self._old_keys += keys
-        ends_at = time.monotonic() + self._settings.deadline_s
-        while not self._store.check(keys):
-            if time.monotonic() > ends_at:
-                return "no sender came before the deadline (expert.weights.deadline_s)"
-            time.sleep(GLANCE_S)
+        try:
+            self._store.wait(keys, timedelta(seconds=self._settings.deadline_s))
+        except dist.DistStoreError:
+            return "no sender came before the deadline (expert.weights.deadline_s)"
         return next((text for each in keys if (text := self._store.get(each).decode())), "")
 
     def _serve(self, talk: Conversation, layouts: int, version: int) -> None:

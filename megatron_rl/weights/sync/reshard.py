@@ -33,7 +33,7 @@ from megatron_rl.weights.exchange.memory import SideStreams, synchronize
 from megatron_rl.weights.exchange.orders import Call, key
 from megatron_rl.weights.exchange.parcels import Ends, PlainParameters, outgoing, send
 from megatron_rl.weights.exchange.plan import EngineKind, Layouts, Plan, kind_of
-from megatron_rl.weights.exchange.transport import Transport, stages_all
+from megatron_rl.weights.exchange.transport import Transport
 from megatron_rl.weights.layout.place import Place
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.sync.control import Control
@@ -198,7 +198,7 @@ class Reshard:
                     plans[number].of_sender(self._control.rank),
                     plain,
                     self._settings.dtype,
-                    stages_all=stages_all(self._settings.backend),
+                    stages_all=self._transport.stages_all,
                 )
             synchronize(self._device)
         except RuntimeError as error:

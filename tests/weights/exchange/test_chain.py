@@ -20,7 +20,7 @@ from megatron_rl.weights.exchange.orders import Call, Ready, Report, key
 from megatron_rl.weights.exchange.packets import Packet
 from megatron_rl.weights.exchange.parcels import outgoing
 from megatron_rl.weights.exchange.plan import EngineKind, Layouts, Plan
-from megatron_rl.weights.exchange.transport import IPC, stages_all
+from megatron_rl.weights.exchange.transport import IPC
 from megatron_rl.weights.layout.place import Place, place_of
 from megatron_rl.weights.layout.slices import Share
 from megatron_rl.weights.layout.trainer_layout import trainer_slices
@@ -89,7 +89,7 @@ def train(
     engine_ranks = range(layouts.kind.world_size)
     for version in VERSIONS:
         fill(parameters, slices, layouts.shape, version)
-        ends = outgoing(plan.of_sender(rank), parameters, DTYPE, stages_all=stages_all(backend))
+        ends = outgoing(plan.of_sender(rank), parameters, DTYPE, stages_all=transport.stages_all)
         if rank == 0:
             call_for(master, 2 * version, version, names, engine_ranks)
         sender.serve({0: ends}, {0: plan})

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_rl.weights.exchange import group as exchange_group
 from megatron_rl.weights.exchange.group import close_group, join_group
 from megatron_rl.weights.exchange.group_transport import GroupTransport, Lane
 from megatron_rl.weights.exchange.orders import Call
@@ -175,8 +174,3 @@ def refused_abort() -> bool:
 
 def test_an_abort_that_fails_ends_nobody() -> None:
     assert run_ranks(refused_abort, 1) == [True]
-
-
-@pytest.mark.parametrize(("timeout_s", "limit"), [(0.2, "1"), (1.0, "1"), (119.5, "120")])
-def test_the_limit_of_a_call_is_in_whole_seconds(timeout_s: float, limit: str) -> None:
-    assert exchange_group.call_limit(timeout_s) == limit

@@ -11,8 +11,8 @@ from megatron_rl.weights.exchange.packets import (
     TRAILER_BYTES,
     Packet,
     digest_in_place,
+    end_of,
     pack,
-    packets_of,
     unpack,
 )
 from megatron_rl.weights.exchange.parcels import outgoing
@@ -35,7 +35,7 @@ def lent(
     parameters: dict[str, Tensor], parcel: Parcel, dtype: torch.dtype, *, is_sender: bool
 ) -> list[Packet]:
     """A parcel's packets, with buffers."""
-    packets = packets_of(parameters, parcel, dtype, is_sender=is_sender)
+    packets = end_of(parameters, parcel, dtype, is_sender=is_sender).packets
     lend(packets)
     return packets
 
@@ -225,7 +225,7 @@ def test_what_lies_elsewhere_than_on_eight_bytes_or_in_another_dtype_is_staged()
     flat = torch.zeros(256 * 512 + 1)
     parcel = Parcel(0, 1, (Move(256, 512, "a", 0, 0, "a", 0, 0),))
     for parameter in (flat[1:].view(256, 512), flat[:-1].view(256, 512).double()):
-        first, _ = packets_of({"a": parameter}, parcel, torch.float32, is_sender=True)
+        first, _ = end_of({"a": parameter}, parcel, torch.float32, is_sender=True).packets
         assert first.is_staged
 
 
