@@ -1,9 +1,10 @@
 """Device memory and start of the NCCL communicators of a weight sync. Pure; used by plans.
 
 A lane (`weights/exchange/group_transport.py`) is a communicator, and shares no buffer with another.
-It begins with an all-reduce (`connect_group`), for which NCCL connects its trees; then roots send
-to the first engine, and each engine to the next. A trainer rank keeps its lanes, and as many more
-while a generator that joins has its own. An engine rank is in one lane at a time.
+Roots send to the first engine, and each engine to the next. There is no collective, for which NCCL
+would connect its trees: 10 MiB for each end, neighbour and channel, a GB in all. A trainer rank
+keeps its lanes, and as many more while a generator that joins has separate ones. An engine rank is
+in one lane at a time.
 
 The figures follow NCCL's source (2.22 to 2.30: `init.cc`, `transport/net.cc`, `transport/p2p.cc`,
 `transport/generic.cc`) with its defaults, and published logs. No lane has run on GPUs: bytes are
@@ -32,23 +33,17 @@ process are faster (issue 1412: 0.6 s with 16 ranks, without the loading of kern
 class Links:
     """What NCCL chooses by the links of a communicator."""
 
-    channels: int
-    """NCCL logs it as "coll channels"."""
-    tree_peers: int
-    """Neighbours in a channel's tree, on average."""
     peer_channels: int
     """For sends to a peer on the same node, or from it."""
     pool_bytes: int
     """Of the buffer that all sends to other nodes share, and of that of all receives."""
 
 
-BETWEEN_NODES = Links(channels=16, tree_peers=3, peer_channels=2, pool_bytes=32 * MIB)
-"""Channels: NCCL issues 1453 (16 on three nodes of 8 H100) and 1189 (2 for a peer). NCCL has two
-binary trees, each for half of the channels. In one a rank has two children, in the other none; in
-both it has a parent and a neighbour on its node. The pool has 16 steps of 128 KiB for each channel
-(`sharedNetBuffersInit`)."""
-ON_ONE_NODE = Links(channels=32, tree_peers=2, peer_channels=32, pool_bytes=0)
-"""Channels: NCCL issues 1646 (8 B200) and 1685 (8 H100). Trees are chains there."""
+BETWEEN_NODES = Links(peer_channels=2, pool_bytes=32 * MIB)
+"""NCCL issue 1189: 2 channels for a peer. The pool has 16 steps of 128 KiB for each of 16 channels
+(`sharedNetBuffersInit`; issue 1453: 16 on three nodes of 8 H100)."""
+ON_ONE_NODE = Links(peer_channels=32, pool_bytes=0)
+"""NCCL issues 1646 (8 B200) and 1685 (8 H100)."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +60,12 @@ class Communicators:
 
 
 def communicator_bytes(peers: int, links: Links) -> int:
-    """Upper bound of one communicator on a rank. peers: to which it sends or from which it gets."""
-    trees = links.channels * links.tree_peers * 2 * BUFFER_BYTES
+    """Upper bound of one communicator on a rank. peers: to which it sends or from which it gets.
+
+    For NCCL that connects ranks when they first need it, which it does with NCCL_CUMEM_ENABLE=1.
+    """
     local = min(peers, HOST_GPUS - 1) * links.peer_channels * BUFFER_BYTES
-    return FIXED_BYTES + trees + 2 * links.pool_bytes + local
+    return FIXED_BYTES + 2 * links.pool_bytes + local
 
 
 def start_seconds(lanes: Sequence[Sequence[int]], engines: int) -> float:

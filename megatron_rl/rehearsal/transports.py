@@ -10,12 +10,14 @@ from itertools import product
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from megatron_rl.config.tree import Config
+from megatron_rl.rehearsal.collectives import group_name
 from megatron_rl.rehearsal.device import DEVICE
 from megatron_rl.rehearsal.tracer import Tracer
 from megatron_rl.weights.exchange import group_transport
-from megatron_rl.weights.exchange.group_transport import GroupTransport
+from megatron_rl.weights.exchange.group_transport import GroupTransport, Lane
 from megatron_rl.weights.exchange.memory import Handle, SharedMemory
 from megatron_rl.weights.exchange.packets import ParcelEnd
 from megatron_rl.weights.exchange.shared_transport import Location, SharedTransport
@@ -40,6 +42,12 @@ def install(cfg: Config, tracer: Tracer) -> None:
     class NumberedLanes(GroupTransport):
         def _members(self, receiver: int, roots: tuple[int, ...], engine_ranks: int) -> list[int]:
             return [*roots, *(number(receiver, each) for each in self._call.replicas)]
+
+        def _meet(self, lane: Lane) -> None:
+            # No rank has a communicator of NCCL before all ranks have come.
+            ranks = dist.get_process_group_ranks(lane.group)
+            tracer.issued(group_name(lane.group), ranks, kind="connect", bytes=0, dtype="")
+            super()._meet(lane)
 
     class TracedMemory(SharedTransport):
         def send(self, parcels: Round) -> Wait:

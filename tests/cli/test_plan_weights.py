@@ -121,8 +121,8 @@ def test_the_command_prints_what_communicators_take(
 ) -> None:
     code, text = run(capsys, str(config_path), *LAYOUT, "expert.weights.deadline_s=3")
     words = " ".join(text.replace("│", " ").split())
-    # On one node: 1664 MiB for each of two lanes, and of two more of a generator that joins.
-    assert code == 0 and "communicators of a trainer rank at most 6,979.322 MB" in words
+    # On one node: 384 MiB for each of two lanes, and of two more of a generator that joins.
+    assert code == 0 and "communicators of a trainer rank at most 1,610.613 MB" in words
     # Each engine rank gets something from both trainer ranks: lanes of four, and of three.
     assert "start of all communicators 3.5 s, if 1.4 s each and 0.085 s a rank" in words
     assert "start for a generator that joins 3.3 s, and of all at the next version" in words

@@ -37,21 +37,20 @@ def found(*overrides: str) -> Communicators:
 
 
 def test_two_trainer_ranks_and_three_engines_on_one_node() -> None:
-    """In MiB: structures; two neighbours a channel, both ways; peers with 32 channels each."""
-    trees = 32 * 2 * 2 * 10
+    """In MiB: structures; peers with 32 channels each."""
     communicators = found("generator.replicas=3")
     # Two lanes, and two more while a generator joins. A trainer rank has one peer in each.
-    assert communicators.trainer_bytes == 4 * (64 + trees + 32 * 10) * MIB
+    assert communicators.trainer_bytes == 4 * (64 + 32 * 10) * MIB
     # The first engine gets from both roots, and sends to the second engine.
-    assert communicators.engine_bytes == (64 + trees + 3 * 32 * 10) * MIB
+    assert communicators.engine_bytes == (64 + 3 * 32 * 10) * MIB
     # Two lanes of five ranks, one after the other; for a joiner two of three.
     assert communicators.starts_s == (pytest.approx(2 * (1.4 + 5 * 0.085)),)
     assert communicators.join_s == pytest.approx(2 * (1.4 + 3 * 0.085))
 
 
 def test_a_fourth_engine_is_on_another_node() -> None:
-    """Fewer channels, three neighbours in each, and two pools of 16 steps of 128 KiB a channel."""
-    fixed = 64 + 16 * 3 * 2 * 10 + 2 * 16 * 16 // 8
+    """Fewer channels, and two pools of 16 steps of 128 KiB a channel."""
+    fixed = 64 + 2 * 16 * 16 // 8
     communicators = found("generator.replicas=4")
     assert communicators.trainer_bytes == 4 * (fixed + 2 * 10) * MIB
     assert communicators.engine_bytes == (fixed + 3 * 2 * 10) * MIB
@@ -144,10 +143,10 @@ def test_a_weight_sync_of_published_models_takes_less_than_five_seconds(
     row = 1 + (config.generator.replicas - 1) / rounds
     assert plan.cost.whole_seconds == pytest.approx(max(plan.received) / 25e9 * row + 0.4)
     assert plan.cost.whole_seconds < PAPER_WEIGHT_SYNC_S == 5
-    # One communicator for each rank of an engine, of 1108 MiB on a trainer rank.
+    # One communicator for each rank of an engine, of 148 MiB on a trainer rank.
     assert plan.cost.lanes == config.generator.tensor_parallel >= plan.rank_lanes
     assert plan.communicators is not None
-    assert plan.communicators.trainer_bytes == 2 * plan.rank_lanes * 1108 * MIB
+    assert plan.communicators.trainer_bytes == 2 * plan.rank_lanes * 148 * MIB
     # At most one lane after the other, each as slow as the largest.
     longest = config.generator.tensor_parallel * (1.4 + 0.085 * plan.lane_ranks)
     assert longest / 2 < sum(plan.communicators.starts_s) <= longest

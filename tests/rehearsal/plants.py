@@ -7,7 +7,6 @@ serves all of them, as its imports take longer than the tiny ranks.
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +31,6 @@ from megatron_rl.trainer.model import router_replay
 from megatron_rl.trainer.model.logprobs import ReferenceLayer
 from megatron_rl.weights.exchange import engine_rank
 from megatron_rl.weights.exchange.engine_rank import EngineRank
-from megatron_rl.weights.exchange.group import connect_group
 from megatron_rl.weights.exchange.group_transport import GroupTransport
 from megatron_rl.weights.exchange.parcels import Ends
 from megatron_rl.weights.exchange.plan import Rounds
@@ -138,7 +136,7 @@ def left(trainer: TracedTrainer, work: Work) -> Work:
     def take(ends: Ends, transport: GroupTransport, **kwargs: Any) -> None:
         send(ends, transport, **kwargs)
         lane = next(iter(transport.lanes.values()))
-        connect_group(lane.group, torch.device("meta"), timedelta(seconds=1))
+        dist.all_reduce(torch.zeros(1, device="meta"), group=lane.group)
 
     if dist.get_rank() == 0:
         reshard.send = take

@@ -182,15 +182,14 @@ def limited_links(bytes_per_s: int) -> Iterator[None]:
     In a sender this limits an engine rank served by one rank, as if it had its own link. The kernel
     delays the packets of a full link; the sender's other connections continue.
     """
-    connect = group_transport.connect_group
+    join = group_transport.join_group
 
-    def connect_limited(*arguments: object) -> None:
-        connect(*arguments)
+    def join_limited(*arguments: object, **options: object) -> object:
+        group = join(*arguments, **options)
         limit_connections(bytes_per_s)
+        return group
 
-    with patch.object(
-        group_transport, "connect_group", connect_limited if bytes_per_s else connect
-    ):
+    with patch.object(group_transport, "join_group", join_limited if bytes_per_s else join):
         yield
 
 

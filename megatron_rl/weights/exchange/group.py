@@ -128,9 +128,9 @@ def join_group(
 
     rank: in the group. members: the number of each rank of it, by which torch knows them.
 
-    NCCL waits for them in the group's first operation: see `connect_group`. The ranks need not
-    share a default process group. Raises torch's DistError when the others do not come within
-    timeout_s, which is also the deadline of each later collective.
+    NCCL waits for them in the group's first operation. The ranks need not share a default process
+    group. Raises torch's DistError when the others do not come within timeout_s, which is also the
+    deadline of each later operation.
     """
     options = None
     if has_devices := is_of_devices(backend):
@@ -155,17 +155,6 @@ def join_group(
     places = {member: place for place, member in enumerate(members)}
     distributed_c10d._world.pg_group_ranks[group] = places
     return group
-
-
-def connect_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
-    """Connect all ranks, each of which calls this; until then backends may not have met.
-
-    Raises RuntimeError (torch's own) when the others are not there in time; the group is good for
-    nothing but `close_group` afterwards.
-    """
-    # Asynchronous: a synchronous one over NCCL would run, or hang, in the stream of the training.
-    work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
-    work.wait(timeout)
 
 
 def close_group(group: dist.ProcessGroup) -> None:

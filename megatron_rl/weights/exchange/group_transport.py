@@ -12,23 +12,22 @@ No two ranks can wait for each other forever: engine k works on round t - k when
 round t, so all operations have one order in time.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_rl.weights.exchange.folder import Folder
 from megatron_rl.weights.exchange.folder_transport import FolderTransport
 from megatron_rl.weights.exchange.group import (
     close_group,
-    connect_group,
     is_of_devices,
     join_group,
     start_batch,
 )
 from megatron_rl.weights.exchange.orders import Call
-from megatron_rl.weights.exchange.packets import Packet
 from megatron_rl.weights.exchange.plan import Plan
 from megatron_rl.weights.exchange.shared_transport import SharedTransport
 from megatron_rl.weights.exchange.transport import FOLDER, IPC, Round, Transport, Wait
@@ -55,8 +54,15 @@ class Lane:
         return self.first + self.place - 1 if self.place else self.roots.index(sender)
 
     @property
+    def sources(self) -> Sequence[int]:
+        """All who hand parcels to this engine, as ranks in the group."""
+        if self.place < 0:
+            return ()
+        return (self.first + self.place - 1,) if self.place else range(self.first)
+
+    @property
     def next(self) -> int | None:
-        """To whom this engine hands parcels on; None: it is the last."""
+        """To whom this rank hands parcels on; None: it is the last engine."""
         return self.first + self.place + 1 if self.place + 1 < self.replicas else None
 
 
@@ -103,15 +109,29 @@ class GroupTransport(Transport):
             backend=self._backend,
             timeout_s=self.left().total_seconds(),
         )
-        # Backends connect the ranks in a group's first operation, where all must take part; a
-        # round may leave some of them out.
+        lane = Lane(group, roots, len(call.replicas), place)
         try:
-            connect_group(group, self._device, self.left())
+            self._meet(lane)
         except RuntimeError:
             # A begun transfer must not continue during training.
             close_group(group)
             raise
-        return Lane(group, roots, len(call.replicas), place)
+        return lane
+
+    def _meet(self, lane: Lane) -> None:
+        """Send an element along the lane. Raises RuntimeError when the others do not come in time.
+
+        NCCL connects the ranks in a group's first operation, where all must take part; a round may
+        leave some out. Not in a collective, for which NCCL would keep a GB of buffers.
+        """
+        ends = [(dist.irecv, rank) for rank in lane.sources]
+        if lane.next is not None:
+            ends.append((dist.isend, lane.next))
+        ops = [
+            _op(operation, torch.zeros(1, device=self._device), lane, rank)
+            for operation, rank in ends
+        ]
+        self._wait(self._start(ops))
 
     def _members(self, receiver: int, roots: tuple[int, ...], engine_ranks: int) -> list[int]:
         """The plan's numbers, continued by the ranks of each further engine."""
@@ -123,19 +143,23 @@ class GroupTransport(Transport):
         works: list[dist.Work] = []
         for end in parcels:
             lane = self.lanes[end.peer]
-            works += self._start([_op(dist.isend, each, lane, lane.first) for each in end.packets])
+            works += self._start(
+                [_op(dist.isend, each.data, lane, lane.first) for each in end.packets]
+            )
         return lambda: self._wait(works)
 
     def receive(self, parcels: Round, onward: Round) -> Wait:
         """Start both in one batch: over NCCL the one would otherwise wait for the other."""
         [lane] = self.lanes.values()
         ops = [
-            _op(dist.irecv, packet, lane, lane.source(end.peer))
+            _op(dist.irecv, packet.data, lane, lane.source(end.peer))
             for end in parcels
             for packet in end.packets
         ]
         if (to := lane.next) is not None:
-            ops += [_op(dist.isend, packet, lane, to) for end in onward for packet in end.packets]
+            ops += [
+                _op(dist.isend, packet.data, lane, to) for end in onward for packet in end.packets
+            ]
         works = self._start(ops)
         return lambda: self._wait(works)
 
@@ -164,10 +188,10 @@ class GroupTransport(Transport):
             self.forget(members)
 
 
-def _op(operation: Callable[..., object], packet: Packet, lane: Lane, peer: int) -> dist.P2POp:
+def _op(operation: Callable[..., object], data: Tensor, lane: Lane, peer: int) -> dist.P2POp:
     # By group_peer, the rank in the group: its members share no default group, so a global rank
     # means nothing to them.
-    return dist.P2POp(operation, packet.data, group=lane.group, group_peer=peer)
+    return dist.P2POp(operation, data, group=lane.group, group_peer=peer)
 
 
 def open_transport(
