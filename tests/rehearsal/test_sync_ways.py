@@ -20,6 +20,7 @@ from tests.rehearsal.test_weight_sync import (
     SIZES,
     TRAINERS,
     elements_of,
+    is_meeting,
     layouts_of,
     moved,
     overheads,
@@ -62,7 +63,7 @@ def served(trace: Trace) -> list[tuple[tuple[int, ...], int]]:
     return [
         (tuple(sorted({(n - TRAINERS) // ENGINE_RANKS for n in to if n >= TRAINERS})), event.bytes)
         for event in trace.events
-        if event.phase == SYNC and event.kind == "send"
+        if event.phase == SYNC and event.kind == "send" and not is_meeting(trace, event)
         for to in [trace.groups[event.group] or [event.peer]]
     ]
 

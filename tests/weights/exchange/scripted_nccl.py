@@ -43,7 +43,6 @@ class ScriptedNccl(dist.ProcessGroup):
         self.options = options
         self.blocking_wait = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "")
         self.is_aborted = self.is_shut_down = False
-        self.asynchronous: list[bool] = []
         self.senders: list[int] = []
         ScriptedNccl.made.append(self)
 
@@ -61,10 +60,6 @@ class ScriptedNccl(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802
         return "nccl"
-
-    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> _Stalled:
-        self.asynchronous.append(options.asyncOp)
-        return _Stalled()
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Stalled:
         self.senders.append(threading.get_ident())
