@@ -50,18 +50,20 @@ def state_bytes(
     *,
     item_bytes: int,
     fp8_elements: int = 0,
+    keeps_fp8_alone: bool = False,
     is_offloaded: bool = False,
 ) -> StateBytes:
     """What a rank holds between steps.
 
-    item_bytes: of a parameter. fp8_elements: parameters with copies in FP8. is_offloaded: masters
-    and moments are in host memory.
+    item_bytes: of a parameter. fp8_elements: parameters with codes in FP8; keeps_fp8_alone: in the
+    place of the parameter. is_offloaded: masters and moments are in host memory.
     """
     sharded = -(-parameters.dense // division.dense_shards)
     sharded += -(-parameters.expert // division.expert_shards)
     on_device = 0 if is_offloaded else sharded
+    plain = parameters.total - (fp8_elements if keeps_fp8_alone else 0)
     return StateBytes(
-        weights=parameters.total * item_bytes + fp8_elements * COPY_BYTES,
+        weights=plain * item_bytes + fp8_elements * COPY_BYTES,
         gradients=parameters.total * GRADIENT_BYTES,
         masters=on_device * MASTER_BYTES if item_bytes < MASTER_BYTES else 0,
         moments=on_device * MOMENT_BYTES,
@@ -201,6 +203,7 @@ def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankM
             division,
             item_bytes=setting.item_bytes,
             fp8_elements=quantized_elements(shape, division, stage, setting.fp8),
+            keeps_fp8_alone=setting.dequantises,
             is_offloaded=setting.is_offloaded,
         ),
         activations=activations.kept,

@@ -66,6 +66,10 @@ class Quantizer:
         """Whether each block has a scale, and not the whole tensor."""
         return isinstance(self.recipe, Float8BlockScaling)
 
+    def can_gather(self, tensor: Tensor) -> bool:
+        """Whether ranks can exchange the codes of [positions, width]: whole blocks alone."""
+        return not (self.has_blocks and any(size % BLOCK for size in tensor.shape))
+
     def quantize(
         self, tensor: Tensor, *, rows: bool, columns: bool, splits: Sequence[int] = ()
     ) -> Codes:

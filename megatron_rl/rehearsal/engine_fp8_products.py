@@ -23,6 +23,7 @@ from megatron_rl.rehearsal.engine_fp8 import (
 from megatron_rl.rehearsal.engine_products import (
     GroupedLayer,
     Layer,
+    gather,
     gradient_of_bias,
     scatter,
     unused_gradient,
@@ -222,6 +223,9 @@ class _Passes:
     def multiply(self, codes: Codes, weight: Tensor) -> Tensor:
         """inputs @ weight^T: [positions of all tensor ranks, out]."""
         if self.layer.gathers:
+            assert codes.rows is not None and self.inputs.can_gather(codes.rows), (
+                "tensor ranks exchange whole blocks alone"
+            )
             codes, _ = gather_codes(
                 codes, self.layer.tp_group, self.inputs, rows=True, columns=False
             )
@@ -232,9 +236,11 @@ class _Passes:
         """Of the product's result, for both of its factors."""
         if not self.layer.gathers_gradients:
             return self._gradients.quantize(grad, rows=True, columns=True)
+        group = self.layer.tp_group
+        if not self._gradients.can_gather(grad):
+            return self._gradients.quantize(gather(grad, group), rows=True, columns=True)
         columns = self._gradients.has_blocks
         codes = self._gradients.quantize(grad, rows=True, columns=columns)
-        group = self.layer.tp_group
         return gather_codes(codes, group, self._gradients, rows=True, columns=True)[0]
 
     def gradients(self, grads: Codes, codes: Codes, weight: Tensor) -> tuple[Tensor, Tensor]:
