@@ -88,12 +88,14 @@ def test_layers_of_two_kinds_need_the_planned_memory_with_transformer_engine(
         assert stage["peak_bytes"] == pytest.approx(stage["planned_bytes"], rel=0.03)
 
 
-EIGHT_LAYERS = {"num_hidden_layers": 8}
-FUSED = 'expert.model.fusions=["swiglu","gradient_accumulation","moe_permute"]'
+FP8_DENSE, FP8_EXPERTS = (
+    MISTRAL_24B | {"num_hidden_layers": 8},
+    QWEN3_30B_A3B | {"num_hidden_layers": 16},
+)
 FP8_CASES = {
-    "tensor": (MISTRAL_24B, "delayed tensorwise blockwise", ("tensor=4", "sequence=true")),
-    "recomputed": (MISTRAL_24B, "tensorwise blockwise", ("tensor=4", "sequence=true")),
-    "experts": (QWEN3_30B_A3B, "delayed tensorwise blockwise", ("data=8", "expert=8")),
+    "tensor": (FP8_DENSE, "delayed tensorwise blockwise", ("tensor=4", "sequence=true")),
+    "recomputed": (FP8_DENSE, "tensorwise blockwise", ("tensor=4", "sequence=true")),
+    "experts": (FP8_EXPERTS, "delayed tensorwise blockwise", ("data=8", "expert=8")),
 }
 
 
@@ -108,11 +110,13 @@ def test_layers_in_fp8_need_the_planned_memory(
     name: str, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values, _, layout = FP8_CASES[name]
-    model = write_shape(tmp_path, values | EIGHT_LAYERS)
+    model = write_shape(tmp_path, values)
     (tmp_path / "run.toml").write_text(f'[model]\npath = "{model}"\nfp8 = "{recipe}"\n')
-    words = [str(tmp_path / "run.toml"), FUSED, *(f"parallel.{key}" for key in layout)]
+    words = [str(tmp_path / "run.toml"), *(f"parallel.{key}" for key in layout)]
     words += ["train.microbatch_tokens=8192", "generator.context_tokens=8192"]
     words += ["weights.method=folder"]
+    if name == "experts":
+        words += ['expert.model.fusions=["swiglu","gradient_accumulation","moe_permute"]']
     if name == "recomputed":
         words += ["model.recompute=full", "expert.model.fp8_bf16_edge_layers=2"]
     assert cli.main(["rehearse", *words, "--microbatches=2", "--gpu=b200-180g", "--json"]) == 0
