@@ -183,13 +183,15 @@ def activation_bytes(
         # What stages exchange: an output and an early input, and their gradients; half at the ends.
         ends = (stage == 0) + (stage == division.pipeline - 1)
         elements += (4 - 2 * ends) * shape.hidden / division.sequence_shards
-    # One layer at a time is recomputed: the largest is the peak.
-    backward = max(again for _, again in costs)
-    backward += max(
-        _fused_gradient_elements(kind, division, own)
-        if is_fused
-        else _gradient_elements(kind, division)
-        for kind, _, own in groups
+    # One layer at a time is recomputed, and has gradients: the largest is the peak.
+    backward = max(
+        again
+        + (
+            _fused_gradient_elements(kind, division, own)
+            if is_fused
+            else _gradient_elements(kind, division)
+        )
+        for (kind, _, own), (_, again) in zip(groups, costs, strict=True)
     )
     size = tokens * item_bytes
     return Activations(round(size * elements), round(size * backward))
