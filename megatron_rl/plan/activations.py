@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from megatron_rl.plan.fp8 import Fp8, layer_groups, spared_elements
 from megatron_rl.plan.parameters import Division
 from megatron_rl.weights.layout.shape import ModelShape
 
@@ -159,6 +160,7 @@ def activation_bytes(
     recompute: Recompute,
     modules: Collection[str] = (),
     is_fused: bool = False,
+    fp8: Fp8 | None = None,
 ) -> Activations:
     """Peak bytes of activations on a rank of `stage`.
 
@@ -166,12 +168,13 @@ def activation_bytes(
     does so with the modules alone.
     """
     tokens = microbatch.tokens / division.context
-    kinds = division.stage_kinds(shape, stage)
+    groups = list(layer_groups(shape, division, stage, fp8))
     costs = [
-        _layer_cost(kind, division, recompute, modules, is_fused=is_fused) for kind, _ in kinds
+        _layer_cost(kind, division, recompute, modules, is_fused=is_fused, fp8=own)
+        for kind, _, own in groups
     ]
     held = stored_microbatches(division, stage, microbatch.count)
-    elements = held * sum(count * kept for (_, count), (kept, _) in zip(kinds, costs, strict=True))
+    elements = held * sum(n * kept for (_, n, _), (kept, _) in zip(groups, costs, strict=True))
     if stage == 0:
         elements += held * shape.hidden / division.sequence_shards
     if stage == division.pipeline - 1:
@@ -180,10 +183,16 @@ def activation_bytes(
         # What stages exchange: an output and an early input, and their gradients; half at the ends.
         ends = (stage == 0) + (stage == division.pipeline - 1)
         elements += (4 - 2 * ends) * shape.hidden / division.sequence_shards
-    gradients = _fused_gradient_elements if is_fused else _gradient_elements
-    # One layer at a time is recomputed: the largest is the peak.
-    backward = max(again for _, again in costs)
-    backward += max(gradients(kind, division) for kind, _ in kinds)
+    # One layer at a time is recomputed, and has gradients: the largest is the peak.
+    backward = max(
+        again
+        + (
+            _fused_gradient_elements(kind, division, own)
+            if is_fused
+            else _gradient_elements(kind, division)
+        )
+        for (kind, _, own), (_, again) in zip(groups, costs, strict=True)
+    )
     size = tokens * item_bytes
     return Activations(round(size * elements), round(size * backward))
 
@@ -195,16 +204,21 @@ def _layer_cost(
     modules: Collection[str],
     *,
     is_fused: bool,
+    fp8: Fp8 | None,
 ) -> tuple[float, float]:
     """Elements for each token of a layer that are kept, and that its recomputation holds."""
     whole = layer_elements(shape, division, is_fused=is_fused)
+    kept, again = whole, 0.0
     match recompute:
         case "full":
-            return shape.hidden / division.sequence_shards, whole
+            kept, again = shape.hidden / division.sequence_shards, whole
         case "selective":
             again = recomputed_elements(shape, division, modules, is_fused=is_fused)
-            return whole - again, again
-    return whole, 0.0
+            kept = whole - again
+    if fp8:
+        spared = spared_elements(shape, division, fp8, recompute, modules)
+        return kept - spared[0], again - spared[1]
+    return kept, again
 
 
 def _gradient_elements(shape: ModelShape, division: Division) -> float:
@@ -217,16 +231,26 @@ def _gradient_elements(shape: ModelShape, division: Division) -> float:
     return 3 * units + 2 * shape.hidden
 
 
-def _fused_gradient_elements(shape: ModelShape, division: Division) -> float:
+def _fused_gradient_elements(shape: ModelShape, division: Division, fp8: Fp8 | None) -> float:
     """The same for TransformerEngine's layers, where what a product has used is freed.
 
     As `megatron-rl rehearse` finds them.
     """
     own = shape.hidden / division.sequence_shards
     if shape.experts:
-        # Rows on their way to experts and back: permuted, exchanged, sorted; and their gradients.
-        return 8 * shape.experts_per_token * own + shape.hidden
+        # Rows on their way to experts and back: permuted, exchanged, sorted; and their gradients,
+        # in FP8 with codes of two kinds.
+        return (9 if fp8 else 8) * shape.experts_per_token * own + shape.hidden
     units = shape.ffn / division.tensor
+    if fp8:
+        # The same in FP8, where gradients have codes of two kinds, and gathered inputs too.
+        gathered = (2 if fp8.recipe == "blockwise" else 1) * fp8.code * shape.hidden
+        gathered *= division.sequence_shards > 1
+        return max(
+            shape.hidden + 1.5 * own + units,
+            2.5 * units + own,
+            1.5 * units + shape.hidden + gathered + own,
+        )
     # In the second product's backward pass, the gate's, and the first product's.
     return max(shape.hidden + own + units, 2 * units + own, 2 * shape.hidden - units)
 

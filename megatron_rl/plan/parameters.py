@@ -1,5 +1,6 @@
 """Division of the model among trainer ranks, and parameters of each rank. Pure."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from megatron_rl.config.parallel import ParallelConfig
@@ -28,12 +29,15 @@ class Division:
     is_optimizer_sharded: bool = False
     """Megatron's distributed optimizer."""
 
-    def stage_kinds(self, shape: ModelShape, stage: int) -> list[tuple[ModelShape, int]]:
-        """`ModelShape.kinds` of a pipeline stage."""
+    def stage_kinds(
+        self, shape: ModelShape, stage: int, within: Collection[int] | None = None
+    ) -> list[tuple[ModelShape, int]]:
+        """`ModelShape.kinds` of a pipeline stage: of all its layers, or of those in `within`."""
         place = Place(
             pipeline=Share(stage, self.pipeline), chunks=self.virtual_stages, ends=self.ends
         )
-        return shape.kinds(place.layers(shape.layers))
+        layers = place.layers(shape.layers)
+        return shape.kinds([n for n in layers if within is None or n in within])
 
     @property
     def world_size(self) -> int:

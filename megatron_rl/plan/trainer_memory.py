@@ -17,6 +17,7 @@ from megatron_rl.plan.activations import (
     logits_bytes,
 )
 from megatron_rl.plan.communicators import trainer_communicator_bytes
+from megatron_rl.plan.fp8 import COPY_BYTES, Fp8, fp8_of, quantized_elements
 from megatron_rl.plan.padding import overlap_buffer_bytes
 from megatron_rl.plan.parameters import Division, RankParameters, division_of, stage_parameters
 from megatron_rl.weights.layout.shape import ModelShape
@@ -26,8 +27,6 @@ GRADIENT_BYTES = 4
 MASTER_BYTES = 4
 MOMENT_BYTES = 8
 """Adam's two moments, float32."""
-FP8_COPY_BYTES = 2
-"""TransformerEngine keeps a quantised weight and its transpose from microbatch to microbatch."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +50,21 @@ def state_bytes(
     division: Division,
     *,
     item_bytes: int,
-    is_fp8: bool = False,
+    fp8_elements: int = 0,
+    keeps_fp8_alone: bool = False,
     is_offloaded: bool = False,
 ) -> StateBytes:
     """What a rank holds between steps.
 
-    item_bytes: of a parameter. is_offloaded: masters and moments are in host memory.
+    item_bytes: of a parameter. fp8_elements: parameters with codes in FP8; keeps_fp8_alone: in the
+    place of the parameter. is_offloaded: masters and moments are in host memory.
     """
     sharded = -(-parameters.dense // division.dense_shards)
     sharded += -(-parameters.expert // division.expert_shards)
     on_device = 0 if is_offloaded else sharded
-    weight_bytes = item_bytes + (FP8_COPY_BYTES if is_fp8 else 0)
+    plain = parameters.total - (fp8_elements if keeps_fp8_alone else 0)
     return StateBytes(
-        weights=parameters.total * weight_bytes,
+        weights=plain * item_bytes + fp8_elements * COPY_BYTES,
         gradients=parameters.total * GRADIENT_BYTES,
         masters=on_device * MASTER_BYTES if item_bytes < MASTER_BYTES else 0,
         moments=on_device * MOMENT_BYTES,
@@ -94,7 +95,7 @@ class TrainerSetting:
     """Rows of logits that exist at once; None: those of a whole microbatch."""
     compares_vocabularies: bool = False
     """The reference's output layer and what goes into it lie beside the policy's."""
-    is_fp8: bool = False
+    fp8: Fp8 | None = None
     is_offloaded: bool = False
     """Optimizer state is in host memory."""
     has_fused_units: bool = False
@@ -158,7 +159,7 @@ def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
         dequantises=config.model.fp8_parameters,
         logprob_chunk_tokens=config.train.logprob_chunk_tokens,
         compares_vocabularies=config.algorithm.kl.is_exact,
-        is_fp8=config.model.fp8 != "none",
+        fp8=fp8_of(config.model, ITEM_BYTES[config.model.dtype]),
         is_offloaded=config.optimizer.offload,
         has_fused_units=_fuses_units(config.model),
         overlap_bytes_per_hidden=overlap_buffer_bytes(config.model, config.parallel, budget),
@@ -202,6 +203,7 @@ def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankM
         recompute=setting.recompute,
         modules=setting.recompute_modules,
         is_fused=setting.has_fused_units,
+        fp8=setting.fp8,
     )
     return RankMemory(
         stage=stage,
@@ -210,7 +212,8 @@ def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankM
             parameters,
             division,
             item_bytes=setting.item_bytes,
-            is_fp8=setting.is_fp8,
+            fp8_elements=quantized_elements(shape, division, stage, setting.fp8),
+            keeps_fp8_alone=setting.dequantises,
             is_offloaded=setting.is_offloaded,
         ),
         activations=activations.kept,

@@ -4,17 +4,28 @@
 GPU host. STAND_INS is held to the pinned package by tests/tools/test_conformance.
 """
 
-import contextlib
-import enum
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_rl.backend.fp8 import POSITION_MULTIPLE
 from megatron_rl.rehearsal.engine_attention import DotProductAttention, apply_rotary_pos_emb
+from megatron_rl.rehearsal.engine_fp8 import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    FP8GlobalStateManager,
+    Recipe,
+    activation_recompute_forward,
+    checkpoint,
+    fp8_autocast,
+    fp8_model_init,
+)
 from megatron_rl.rehearsal.engine_layers import GroupedLinear, LayerNormLinear, Linear, RMSNorm
 
 VERSION = "2.12.0"
@@ -141,19 +152,31 @@ def moe_sort_chunks_by_index_with_probs(
     return _Reorder.apply(inp, inp.shape), _Reorder.apply(probs, probs.shape)
 
 
-class FP8GlobalStateManager:
-    """FP8 is not rehearsed."""
+class Fp8Padding(torch.nn.Module):
+    """Rows of each expert to a multiple, in FP8."""
 
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        """Never."""
-        return False
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+        self._multiple = align_size or POSITION_MULTIPLE
+
+    def forward(self, inp: Tensor, m_splits: list[int]) -> tuple[Tensor, list[int]]:
+        """(rows, rows of each expert)."""
+        padded = [count + -count % self._multiple for count in m_splits]
+        if padded == m_splits:
+            return inp, m_splits
+        return _Reorder.apply(inp, (sum(padded), *inp.shape[1:])), padded
 
 
-@contextlib.contextmanager
-def no_context(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """Nothing changes within."""
-    yield
+class Fp8Unpadding(torch.nn.Module):
+    """Back to the rows that were there."""
+
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+
+    def forward(self, inp: Tensor, m_splits: list[int]) -> Tensor:
+        """m_splits: rows of each expert without those that were added."""
+        rows = sum(m_splits)
+        return inp if rows == len(inp) else _Reorder.apply(inp, (rows, *inp.shape[1:]))
 
 
 class _Unused:
@@ -168,7 +191,16 @@ def _unused(name: str) -> type:
 
 
 STAND_INS: dict[str, dict[str, Any]] = {
+    "common.recipe": {
+        "DelayedScaling": DelayedScaling,
+        "Float8CurrentScaling": Float8CurrentScaling,
+        "Float8BlockScaling": Float8BlockScaling,
+    },
     "pytorch": {
+        "Fp8Padding": Fp8Padding,
+        "Fp8Unpadding": Fp8Unpadding,
+        "fp8_autocast": fp8_autocast,
+        "fp8_model_init": fp8_model_init,
         "Linear": Linear,
         "LayerNormLinear": LayerNormLinear,
         "RMSNorm": RMSNorm,
@@ -176,6 +208,11 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "DotProductAttention": DotProductAttention,
     },
     "pytorch.attention.rope": {"apply_rotary_pos_emb": apply_rotary_pos_emb},
+    "pytorch.distributed": {
+        "activation_recompute_forward": activation_recompute_forward,
+        "checkpoint": checkpoint,
+    },
+    "pytorch.fp8": {"fp8_autocast": fp8_autocast},
     "pytorch.optimizers": {"FusedAdam": FusedAdam, "multi_tensor_scale": multi_tensor_scale,
                            "multi_tensor_l2norm": multi_tensor_l2norm},
     "pytorch.permutation": {
@@ -190,19 +227,11 @@ STAND_INS: dict[str, dict[str, Any]] = {
 NAMED_ALONE: dict[str, dict[str, Any]] = {
     "": {"__version__": VERSION},
     "common": {},
-    "common.recipe": {
-        "DelayedScaling": _unused("DelayedScaling"),
-        "Recipe": _unused("Recipe"),
-        "Format": enum.Enum("Format", ["E4M3", "E5M2", "HYBRID"]),
-    },
-    "pytorch": {"LayerNorm": _unused("LayerNorm"), "LayerNormMLP": _unused("LayerNormMLP"),
-                "fp8_autocast": no_context,
-                "fp8_model_init": no_context},
+    "common.recipe": {"Recipe": Recipe, "Format": Format},
+    "pytorch": {"LayerNorm": _unused("LayerNorm"), "LayerNormMLP": _unused("LayerNormMLP")},
     "pytorch.attention": {},
-    "pytorch.distributed": {"CudaRNGStatesTracker": _unused("CudaRNGStatesTracker"),
-                            "activation_recompute_forward": no_context},
-    "pytorch.fp8": {"FP8GlobalStateManager": FP8GlobalStateManager,
-                    "fp8_autocast": no_context},
+    "pytorch.distributed": {"CudaRNGStatesTracker": _unused("CudaRNGStatesTracker")},
+    "pytorch.fp8": {"FP8GlobalStateManager": FP8GlobalStateManager},
     "pytorch.float8_tensor": {"Float8Tensor": _unused("Float8Tensor")},
     "pytorch.tensor": {"QuantizedTensor": _unused("QuantizedTensor")},
     "pytorch.tensor.utils": {

@@ -2,6 +2,8 @@
 
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -29,6 +31,15 @@ class Memory:
         """Look for the peaks from now on."""
         self.peak = self._copied = 0
         self.peaks.clear()
+
+    @contextmanager
+    def in_purpose(self, purpose: str) -> Iterator[None]:
+        """What is allocated within has this purpose."""
+        before, self.purpose = self.purpose, purpose
+        try:
+            yield
+        finally:
+            self.purpose = before
 
     def note(self, tensor: Tensor) -> None:
         """Count its storage, unless it is counted already."""

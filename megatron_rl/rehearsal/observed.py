@@ -4,6 +4,7 @@ A stand-in for a kernel computes nothing that torch's own counters would see.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -18,3 +19,5 @@ know: Callable[[Tensor, Tensor], object] = _unset
 """Called with a tensor of the device and the values that the host has sent to it."""
 read_lengths: Callable[[Tensor], Sequence[int]] = _unset  # type: ignore[assignment]
 """Lengths of packed sequences from their bounds, without a wait of the host."""
+in_purpose: Callable[[str], AbstractContextManager[None]] = _unset  # type: ignore[assignment]
+"""Called with the purpose of memory that is allocated within."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from megatron_rl.algorithms.objective import find_objective
+from megatron_rl.backend.fp8 import POSITION_MULTIPLE
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.rollout import narrow_choices
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
@@ -63,7 +64,7 @@ def rehearse_rank(
     backend.init_distributed(cfg.parallel, seed=cfg.run.seed, timeout_s=60)
     tracer = Tracer(DEVICE)
     observed.add_flops, observed.read_lengths = tracer.add_flops, tracer.lengths
-    observed.know = tracer.know
+    observed.know, observed.in_purpose = tracer.know, tracer.memory.in_purpose
     with tracer, batches_marked(tracer), modules_named(tracer):
         with tracer.in_phase("build"):
             tracer.memory.purpose = "weights and gradients"
@@ -72,8 +73,10 @@ def rehearse_rank(
             tracer.memory.purpose = "optimizer"
             trainer = TracedTrainer(policy, cfg, tracer)
         tracer.received = _sizes_of(policy, work)
-        tracer.assumed = partial(_even_choices, shape)
-        tracer.selected = partial(_chosen_rows, shape)
+        # Megatron's routers pad the rows of each expert for products in FP8.
+        multiple = POSITION_MULTIPLE if cfg.model.fp8 != "none" else 1
+        tracer.assumed = partial(_even_choices, shape, multiple)
+        tracer.selected = partial(_chosen_rows, shape, multiple)
         # The first step of an optimizer makes its moments.
         trainer.take(share_of(replace(work, microbatches=policy.microbatch_multiple), cfg, shape))
         tracer.begin_again()
@@ -202,20 +205,27 @@ def _sizes_of(policy: Policy, work: Work) -> Callable[[Tensor], Tensor | None]:
     return received
 
 
-def _even_choices(shape: ModelShape, func: Any, args: tuple[Any, ...]) -> Tensor | None:
+def _even_choices(
+    shape: ModelShape, multiple: int, func: Any, args: tuple[Any, ...]
+) -> Tensor | None:
     """Tokens of each expert from the map of choices, [tokens, experts] bool: all have as many."""
     if func is not torch.ops.aten.sum.dim_IntList or args[0].dtype is not torch.bool:
         return None
     if args[0].dim() != 2 or args[0].shape[1] != shape.experts or list(args[1]) != [0]:
         return None
-    each, rest = divmod(len(args[0]) * shape.experts_per_token, shape.experts)
-    return torch.tensor([each + (expert < rest) for expert in range(shape.experts)])
+    return torch.tensor(_rows_of_experts(shape, len(args[0]), multiple))
 
 
-def _chosen_rows(shape: ModelShape, mask: Tensor) -> int:
+def _chosen_rows(shape: ModelShape, multiple: int, mask: Tensor) -> int:
     """Rows for experts that the map of choices, [experts, tokens] bool, selects."""
     assert mask.dim() == 2 and len(mask) == shape.experts, "only experts select by unknown values"
-    return mask.shape[1] * shape.experts_per_token
+    return sum(_rows_of_experts(shape, mask.shape[1], multiple))
+
+
+def _rows_of_experts(shape: ModelShape, tokens: int, multiple: int) -> list[int]:
+    each, rest = divmod(tokens * shape.experts_per_token, shape.experts)
+    rows = [each + (expert < rest) for expert in range(shape.experts)]
+    return [min(count + -count % multiple, tokens) for count in rows]
 
 
 @contextmanager

@@ -128,7 +128,9 @@ def conclude(folder: Path, cfg: Config, options: Options) -> Rehearsal:
     if not request.engine_ranks:
         setting = replace(setting, sync_buffer_bytes=0, communicator_bytes=0)
     stages = tuple(_stages(read_shape(cfg.model.path), cfg, traces, setting))
-    clock = Clock(traces, find_gpu(options.gpu).bf16_flops)
+    gpu = find_gpu(options.gpu)
+    in_fp8 = gpu.fp8_flops if cfg.model.fp8 != "none" else None
+    clock = Clock(traces, in_fp8 or gpu.bf16_flops)
     faults = find_faults(traces, clock) if not errors else []
     if not errors:
         clock.end()
@@ -158,9 +160,10 @@ def rehearsable(cfg: Config) -> tuple[Config, list[str]]:
     """The configuration without what tensors without data cannot do, and what that is."""
     notes = []
     model, parallel, algorithm = cfg.model, cfg.parallel, cfg.algorithm
-    if model.fp8 != "none":
-        notes.append(f"model.fp8={model.fp8!r} is rehearsed in {model.dtype}")
-        model = model.model_copy(update={"fp8": "none", "fp8_parameters": False})
+    if model.fp8_parameters:
+        notes.append(f"expert.model.fp8_parameters is rehearsed with parameters in {model.dtype} "
+                     "and their copies in FP8")  # fmt: skip
+        model = model.model_copy(update={"fp8_parameters": False})
     if parallel.overlap_tensor:
         notes.append("expert.parallel.overlap_tensor is rehearsed without userbuffers")
         parallel = parallel.model_copy(update={"overlap_tensor": False})

@@ -100,7 +100,11 @@ def test_state_of_offloaded_and_fp8_parameters() -> None:
     )  # fmt: skip
     away = state_bytes(parameters, division, item_bytes=2, is_offloaded=True)
     assert (away.masters, away.moments, away.total) == (0, 0, 6000)
-    assert state_bytes(parameters, division, item_bytes=2, is_fp8=True).weights == 4000
+    copied = {"item_bytes": 2, "fp8_elements": 700}
+    assert state_bytes(parameters, division, **copied).weights == 3400
+    # Megatron's buffer of uint8 has the codes by rows; beside it are the transposed ones.
+    kept = state_bytes(parameters, division, keeps_fp8_alone=True, **copied)
+    assert kept.weights == 300 * 2 + 700 * 2
 
 
 def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones() -> None:

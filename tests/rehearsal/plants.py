@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from generation.sglang_quantised import QuantisingParameters
+from megatron_rl.rehearsal.engine_fp8 import FP8GlobalStateManager
 from megatron_rl.rehearsal.events import REQUEST, Request
 from megatron_rl.rehearsal.rank import TracedTrainer, Work
 from megatron_rl.rehearsal.ranks import serve
@@ -114,6 +115,26 @@ def fewer(trainer: TracedTrainer, work: Work) -> Work:
     """The second data-parallel rank takes one microbatch less."""
     is_second = parallel_state.get_data_parallel_rank() == 1
     return replace(work, microbatches=work.microbatches - is_second)
+
+
+def unreduced(trainer: TracedTrainer, work: Work) -> Work:
+    """Rank 1 leaves the maxima of its backward passes as they are."""
+    reduce = FP8GlobalStateManager.reduce_and_update_fp8_tensors
+
+    def take(forward: bool = True) -> None:
+        if forward:
+            reduce(forward)
+
+    if dist.get_rank() == 1:
+        FP8GlobalStateManager.reduce_and_update_fp8_tensors = take
+    return work
+
+
+def edged(trainer: TracedTrainer, work: Work) -> Work:
+    """Rank 1 has the second layer in bfloat16 too."""
+    if dist.get_rank() == 1:
+        trainer.policy.chunks[0].config.num_layers_at_start_in_bf16 = 2
+    return work
 
 
 def reordered(trainer: TracedTrainer, work: Work) -> Work:
@@ -244,6 +265,8 @@ PLANTS: dict[str, Callable[[TracedTrainer, Work], Work]] = {
         awaited,
         wide,
         fewer,
+        unreduced,
+        edged,
         reordered,
         left,
         regrouped,

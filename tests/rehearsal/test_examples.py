@@ -17,6 +17,8 @@ from tests.rehearsal.shapes import (
     EXAMPLES,
     GLM_45_AIR,
     GPT_OSS_20B,
+    MISTRAL_24B,
+    QWEN3_30B_A3B,
     QWEN25_15B,
     TINY,
     TINY_GPT_OSS,
@@ -86,6 +88,43 @@ def test_layers_of_two_kinds_need_the_planned_memory_with_transformer_engine(
         assert stage["peak_bytes"] == pytest.approx(stage["planned_bytes"], rel=0.03)
 
 
+FP8_DENSE, FP8_EXPERTS = (
+    MISTRAL_24B | {"num_hidden_layers": 8},
+    QWEN3_30B_A3B | {"num_hidden_layers": 16},
+)
+FP8_CASES = {
+    "tensor": (FP8_DENSE, "delayed tensorwise blockwise", ("tensor=4", "sequence=true")),
+    "recomputed": (FP8_DENSE, "tensorwise blockwise", ("tensor=4", "sequence=true")),
+    "experts": (FP8_EXPERTS, "delayed tensorwise blockwise", ("data=8", "expert=8")),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+@pytest.mark.slow(40)
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [(name, recipe) for name, (_, recipes, _) in FP8_CASES.items() for recipe in recipes.split()],
+)
+def test_layers_in_fp8_need_the_planned_memory(
+    name: str, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values, _, layout = FP8_CASES[name]
+    model = write_shape(tmp_path, values)
+    (tmp_path / "run.toml").write_text(f'[model]\npath = "{model}"\nfp8 = "{recipe}"\n')
+    words = [str(tmp_path / "run.toml"), *(f"parallel.{key}" for key in layout)]
+    words += ["train.microbatch_tokens=8192", "generator.context_tokens=8192"]
+    words += ["weights.method=folder"]
+    if name == "experts":
+        words += ['expert.model.fusions=["swiglu","gradient_accumulation","moe_permute"]']
+    if name == "recomputed":
+        words += ["model.recompute=full", "expert.model.fp8_bf16_edge_layers=2"]
+    assert cli.main(["rehearse", *words, "--microbatches=2", "--gpu=b200-180g", "--json"]) == 0
+    [stage] = json.loads(capsys.readouterr().out)["stages"]
+    assert stage["peak_bytes"] == pytest.approx(stage["planned_bytes"], rel=0.03)
+    assert stage["peak_parts"]["codes of weights"] > 0
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 @pytest.mark.slow(15)
@@ -130,8 +169,12 @@ def test_a_sample_has_both_ends_of_each_dimension_at_every_stage() -> None:
 def test_what_cannot_be_rehearsed_is_left_out_and_said(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(f'[model]\npath = "{write_shape(tmp_path, TINY)}"\nfp8 = "blockwise"\n')
-    cfg, notes = rehearsable(load_config(path, []))
-    assert cfg.model.fp8 == "none" and notes == ["model.fp8='blockwise' is rehearsed in bfloat16"]
+    assert rehearsable(load_config(path, []))[1] == []
+    words = ["expert.model.fp8_parameters=true", "parallel.distributed_optimizer=true"]
+    cfg, notes = rehearsable(load_config(path, words))
+    assert (cfg.model.fp8, cfg.model.fp8_parameters) == ("blockwise", False)
+    assert notes == ["expert.model.fp8_parameters is rehearsed with parameters in bfloat16 and "
+                     "their copies in FP8"]  # fmt: skip
 
 
 def test_what_a_deterministic_kernel_of_sinks_keeps_is_left_out_and_said(tmp_path: Path) -> None:
