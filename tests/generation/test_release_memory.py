@@ -169,7 +169,7 @@ def test_requests_that_are_given_up_meanwhile_harm_neither_the_engine_nor_others
         kept = asyncio.create_task(driver.collect(PROMPTS[1], GREEDY, [0]))
         await asyncio.sleep(0)  # its deadline is that of its start
         monkeypatch.setattr(driver.engine, "_setup", replace(setup, request_timeout_s=0.4))
-        begun = asyncio.create_task(driver.collect(PROMPTS[2], Sampling(400, 1.0), [0, 1]))
+        begun = asyncio.create_task(driver.collect(PROMPTS[2], Sampling(400, 1.0), [*range(16)]))
         await asyncio.sleep(0)
         await engine.release()
         waiting = asyncio.create_task(driver.collect(PROMPTS[3], GREEDY, [0]))

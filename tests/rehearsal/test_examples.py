@@ -41,10 +41,13 @@ def test_an_example_has_no_problem_and_the_planned_memory(
     words = [str(ROOT / "examples" / f"{name}.toml"), f"model.path={model}"]
     if offload:
         words += ["parallel.distributed_optimizer=true", "optimizer.offload=true"]
-    assert cli.main(["rehearse", *words, "--microbatches=2", "--json"]) == 0
+    stages = load_config(Path(words[0]), []).parallel.pipeline
+    # In FP8 the first backward pass makes transposed codes of weights. With no more microbatches
+    # than stages no forward pass follows, so that fewer activations and all codes make the peak.
+    assert cli.main(["rehearse", *words, f"--microbatches={stages + 1}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["problems"] == []
-    assert len(found["stages"]) == load_config(Path(words[0]), []).parallel.pipeline
+    assert len(found["stages"]) == stages
     cfg = load_config(Path(words[0]), words[1:])
     is_sent = cfg.weights.method != "folder"
     assert bool(found["engine_ranks"]) == is_sent
