@@ -49,7 +49,7 @@ class Forecast:
     """Most process groups of a trainer rank."""
     cost: WeightSyncCost
     communicators: Communicators | None = None
-    """None: no collective carries the weights."""
+    """None: the weights do not travel over NCCL."""
 
     @property
     def spread_bytes(self) -> int:

@@ -48,7 +48,7 @@ ON_ONE_NODE = Links(peer_channels=32, pool_bytes=0)
 
 @dataclass(frozen=True)
 class Communicators:
-    """Those of all weight syncs of a run."""
+    """Memory and start of the communicators of a run's weight syncs."""
 
     trainer_bytes: int
     engine_bytes: int
@@ -56,7 +56,7 @@ class Communicators:
     starts_s: tuple[float, ...]
     """Estimated start in the first weight sync, of each part of the generators."""
     join_s: float
-    """Estimated start for a generator that joins; the next version starts all of them anew."""
+    """Estimated start for a generator that joins. The next version starts all lanes again."""
 
 
 def communicator_bytes(peers: int, links: Links) -> int:
@@ -82,21 +82,21 @@ def start_seconds(lanes: Sequence[Sequence[int]], engines: int) -> float:
 
 
 def trainer_communicator_bytes(config: Config, lanes: int) -> int:
-    """Upper bound of a trainer rank that is in so many lanes; 0 without NCCL."""
+    """Upper bound for a trainer rank. lanes: number of its lanes. 0 without NCCL."""
     if config.weights.method != "reshard":
         return 0
     return lanes * (len(_rows(config)) + 1) * communicator_bytes(1, _links(config))
 
 
 def engine_communicator_bytes(config: Config, roots: int) -> int:
-    """Upper bound of a rank of the first engine, to which so many roots send; 0 without NCCL."""
+    """Upper bound for a rank of the first engine. roots: number of its senders. 0 without NCCL."""
     if config.weights.method != "reshard":
         return 0
     return communicator_bytes(roots + 1, _links(config))
 
 
 def find_communicators(config: Config, lanes: Sequence[Sequence[int]]) -> Communicators | None:
-    """Those of a configuration, None without NCCL. lanes: the trainer ranks of each."""
+    """The communicators of a configuration; None without NCCL. lanes: the trainer ranks of each."""
     if config.weights.method != "reshard":
         return None
     of_rank = Counter(rank for roots in lanes for rank in roots)
@@ -115,7 +115,7 @@ def _rows(config: Config) -> list[int]:
 
 
 def _links(config: Config) -> Links:
-    """Those of the whole run: on one node, or between nodes."""
+    """By the number of nodes of the run: one, or several."""
     engine_ranks = config.generator.replicas * config.generator.tensor_parallel
     is_one_node = config.parallel.world_size + engine_ranks <= HOST_GPUS
     return ON_ONE_NODE if is_one_node else BETWEEN_NODES

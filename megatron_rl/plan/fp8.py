@@ -76,9 +76,9 @@ def spared_elements(
 ) -> tuple[float, float]:
     """Elements for each token of a layer that codes spare: of what stays, of what is recomputed.
 
-    Products keep codes of their input, but where another operation keeps the input as it is:
-    attention its result, and the router that of shared experts. Under delayed scaling Megatron
-    cannot leave out those codes.
+    A product keeps codes of its input. Two inputs are kept in the compute dtype by another
+    operation: attention keeps its result, and the router keeps the input of shared experts. Under
+    delayed scaling Megatron cannot leave out those codes.
     """
     share = 1 - fp8.code
     own = shape.hidden / division.sequence_shards
@@ -103,6 +103,6 @@ def spared_elements(
     if recompute == "selective" and ("moe" if shape.experts else "mlp") in modules:
         return attention, feed_forward
     if recompute == "selective" and shape.experts and "moe_act" in modules:
-        # Megatron then keeps that input as it is, and recomputes it.
+        # Megatron then keeps that input in the compute dtype, and recomputes it.
         return attention + feed_forward - unit, 0.0
     return attention + feed_forward, 0.0

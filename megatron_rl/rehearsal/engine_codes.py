@@ -59,7 +59,7 @@ class Quantizer:
     is_weight: bool = False
     """Blocks are squares, and not 128 elements of a row or column."""
     group: dist.ProcessGroup | None = None
-    """Ranks that have other rows of the tensor; with one scale it is that of all rows."""
+    """Ranks that have other rows of the tensor. A single scale is that of all rows."""
 
     @property
     def has_blocks(self) -> bool:

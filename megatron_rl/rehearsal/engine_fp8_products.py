@@ -9,7 +9,6 @@ again and have one scale. Weights have codes of both kinds, from microbatch to m
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.rehearsal import observed
@@ -24,9 +23,10 @@ from megatron_rl.rehearsal.engine_products import (
     GroupedLayer,
     Layer,
     gather,
+    gradient_of,
     gradient_of_bias,
-    scatter,
-    unused_gradient,
+    reduce_gradient,
+    reduce_result,
 )
 
 
@@ -63,12 +63,7 @@ class Fp8Product(torch.autograd.Function):
         with_columns = has_gradients and inputs.requires_grad
         with_columns |= activation_recompute_forward.keeps_columns
         kept = layer.quantized(weight, "weight", with_columns, is_first_microbatch)
-        result = fp8.multiply(codes, weight)
-        if layer.parallel_mode == "row" and layer.tp_size > 1:
-            if layer.sequence_parallel:
-                result = scatter(result, layer.tp_group)
-            else:
-                dist.all_reduce(result, group=layer.tp_group)
+        result = reduce_result(fp8.multiply(codes, weight), layer)
         ctx.shape = inputs.shape
         fp8.note_first(has_gradients)
         saved = [rows] if layer.save_original_input else fp8.kept(codes).tensors()
@@ -182,7 +177,8 @@ class Fp8GroupedProduct(torch.autograd.Function):
             )
             del codes
         observed.add_flops(4 * found.numel() * len(weights[0]))
-        gradients = [_gradient_of(weight, ctx.layer) for weight in weights]
+        is_fused = ctx.layer.fuse_wgrad_accumulation
+        gradients = [gradient_of(weight, is_fused=is_fused) for weight in weights]
         gradients += [torch.empty_like(bias) for bias in biases]
         del grads
         if ctx.reduces:
@@ -257,25 +253,14 @@ class _Passes:
             )
         assert grads.rows is not None
         found = _product(weight, len(grads.rows), *reversed(weight.shape))
-        if layer.gathers:
-            found = scatter(found, layer.tp_group, is_async=True)
-        elif layer.parallel_mode == "column" and layer.tp_size > 1:
-            dist.all_reduce(found, group=layer.tp_group, async_op=True)
+        found = reduce_gradient(found, layer)
         pending.clear()
         codes.add_columns()
         observed.add_flops(2 * len(grads.rows) * weight.numel())
-        return found, _gradient_of(weight, layer)
+        return found, gradient_of(weight, is_fused=layer.fuse_wgrad_accumulation)
 
 
 def _product(weight: Tensor, rows: int, out: int, inner: int) -> Tensor:
     """[rows, out] in the weight's dtype."""
     observed.add_flops(2 * rows * out * inner)
     return weight.new_zeros(rows, out)
-
-
-def _gradient_of(weight: Tensor, layer: Layer | GroupedLayer) -> Tensor:
-    """Of a weight: added to its float32 sum, or returned."""
-    if not layer.fuse_wgrad_accumulation:
-        return torch.empty_like(weight)
-    weight.grad_added_to_main_grad = True
-    return unused_gradient(weight)

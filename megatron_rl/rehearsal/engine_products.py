@@ -68,15 +68,36 @@ def weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor, *, is_fused: b
     if not is_fused:
         return grad.t() @ inputs
     add_product(weight.main_grad, grad, inputs)
+    return gradient_of(weight, is_fused=True)
+
+
+def gradient_of(weight: Tensor, *, is_fused: bool) -> Tensor:
+    """What autograd gets; is_fused: the gradient was added to the weight's float32 sum."""
+    if not is_fused:
+        return torch.empty_like(weight)
     weight.grad_added_to_main_grad = True
-    return unused_gradient(weight)
-
-
-def unused_gradient(weight: Tensor) -> Tensor:
     key = (weight.shape, weight.dtype)
     if key not in _unused_gradients:
         _unused_gradients[key] = torch.empty_like(weight)
     return _unused_gradients[key]
+
+
+def reduce_result(result: Tensor, layer: Layer) -> Tensor:
+    """The sum over tensor ranks that divide the weight's columns; else the result."""
+    if layer.gathers_gradients:
+        return scatter(result, layer.tp_group)
+    if layer.parallel_mode == "row" and layer.tp_size > 1:
+        dist.all_reduce(result, group=layer.tp_group)
+    return result
+
+
+def reduce_gradient(found: Tensor, layer: Layer) -> Tensor:
+    """The sum over tensor ranks that divide the weight's rows; else the input's gradient."""
+    if layer.gathers:
+        return scatter(found, layer.tp_group, is_async=True)
+    if layer.parallel_mode == "column" and layer.tp_size > 1:
+        dist.all_reduce(found, group=layer.tp_group, async_op=True)
+    return found
 
 
 class Product(torch.autograd.Function):
@@ -88,12 +109,7 @@ class Product(torch.autograd.Function):
     ) -> Tensor:
         rows = inputs.reshape(-1, inputs.shape[-1])
         whole = gather(rows, layer.tp_group) if layer.gathers else rows
-        result = whole @ weight.t()
-        if layer.parallel_mode == "row" and layer.tp_size > 1:
-            if layer.sequence_parallel:
-                result = scatter(result, layer.tp_group)
-            else:
-                dist.all_reduce(result, group=layer.tp_group)
+        result = reduce_result(whole @ weight.t(), layer)
         ctx.layer, ctx.shape = layer, inputs.shape
         ctx.save_for_backward(rows, weight)
         return result.view(-1, *inputs.shape[1:-1], result.shape[-1])
@@ -103,7 +119,7 @@ class Product(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         layer = ctx.layer
         grad = grad.reshape(-1, grad.shape[-1])
-        if layer.parallel_mode == "row" and layer.tp_size > 1 and layer.sequence_parallel:
+        if layer.gathers_gradients:
             grad = gather(grad, layer.tp_group)
         found, of_weight = _both_gradients(layer, grad, rows, weight)
         return found.view(ctx.shape), of_weight, gradient_of_bias(layer), None
@@ -143,11 +159,7 @@ def _both_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Of the input, reduced over tensor ranks, and of the weight."""
     inputs = gather(rows, layer.tp_group, is_async=True) if layer.gathers else rows
-    found = grad @ weight
-    if layer.gathers:
-        found = scatter(found, layer.tp_group, is_async=True)
-    elif layer.parallel_mode == "column" and layer.tp_size > 1:
-        dist.all_reduce(found, group=layer.tp_group, async_op=True)
+    found = reduce_gradient(grad @ weight, layer)
     is_fused = layer.fuse_wgrad_accumulation
     return found, weight_gradient(weight, grad, inputs, is_fused=is_fused)
 
@@ -190,9 +202,6 @@ class GroupedProduct(torch.autograd.Function):
         weights, biases = parameters[: ctx.layer.num_gemms], parameters[ctx.layer.num_gemms :]
         observed.add_flops(4 * inputs.numel() * len(weights[0]))
         is_fused = ctx.layer.fuse_wgrad_accumulation
-        gradients = [unused_gradient(w) if is_fused else torch.empty_like(w) for w in weights]
-        if is_fused:
-            for weight in weights:
-                weight.grad_added_to_main_grad = True
+        gradients = [gradient_of(weight, is_fused=is_fused) for weight in weights]
         gradients += [torch.empty_like(bias) for bias in biases]
         return torch.empty_like(inputs), None, None, *gradients

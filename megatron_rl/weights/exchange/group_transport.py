@@ -51,7 +51,7 @@ class Lane:
 
     def source(self, sender: int) -> int:
         """Who hands a sender's parcels to this engine, as a rank in the group."""
-        return self.first + self.place - 1 if self.place else self.roots.index(sender)
+        return self.sources[0 if self.place else self.roots.index(sender)]
 
     @property
     def sources(self) -> Sequence[int]:
