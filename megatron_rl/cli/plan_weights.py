@@ -52,9 +52,9 @@ class Forecast:
     """None: the weights do not travel over NCCL."""
 
     @property
-    def spread_bytes(self) -> int:
-        """Difference of the largest and the smallest sender."""
-        return max(self.sent) - min(self.sent)
+    def excess_bytes(self) -> int:
+        """How much more the busiest trainer rank sends than the fullest engine rank receives."""
+        return max(self.sent) - max(self.received)
 
 
 def plan_weights(config: Config, console: Console) -> None:
@@ -90,10 +90,10 @@ def plan_weights(config: Config, console: Console) -> None:
     if len(found.sent) <= SHOWN_RANKS:
         for rank, size in enumerate(found.sent):
             console.print(f"trainer rank {rank} sends {_megabytes(size)}", highlight=False)
-    if found.spread_bytes > found.bucket_bytes:
+    if found.excess_bytes > found.bucket_bytes:
         console.print(
-            f"warning: trainer ranks differ by {_megabytes(found.spread_bytes)}, more than a "
-            f"bucket of {_megabytes(found.bucket_bytes)}: the slowest sets the pace",
+            f"warning: a trainer rank sends {_megabytes(found.excess_bytes)} more than any engine "
+            "rank receives: it sets the pace. More trainer ranks would share the sending",
             highlight=False,
         )
     deadline_s = config.weights.deadline_s
@@ -155,9 +155,17 @@ def _plan(config: Config, shape: ModelShape, itemsize: int) -> Plan:
         kind.slices(shape, 0)
     except ValueError as error:
         raise InputError(f"generator.tensor_parallel = {ranks} is not possible: {error}") from error
-    like, world_size = like_of(config.parallel), config.parallel.world_size
+    layouts = Layouts(
+        shape,
+        like_of(config.parallel),
+        config.parallel.world_size,
+        kind,
+        itemsize,
+        bucket_bytes,
+        few_senders=config.weights.method == "reshard",
+    )
     try:
-        return Layouts(shape, like, world_size, kind, itemsize, bucket_bytes).plan()
+        return layouts.plan()
     except ValueError as error:
         raise InputError(
             f"expert.weights.bucket_bytes = {bucket_bytes} is not possible: {error}"

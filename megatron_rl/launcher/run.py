@@ -156,12 +156,10 @@ def conclude(config: Config, wall_s: dict[str, float], console: Console) -> None
 
 
 def _next_commands(run_dir: Path) -> str:
-    """Commands to look at the run, with a path that works in this shell."""
+    """Commands to look at the run. Whole paths: scripts change the folder before they call us."""
     command = Path(sys.executable).with_name("megatron-rl")
     if not command.exists():
         command = Path("megatron-rl")
-    elif command.is_relative_to(Path.cwd()):
-        command = command.relative_to(Path.cwd())
     return f"Look at it          {command} report {run_dir} (plots), view {run_dir} (rollouts)"
 
 

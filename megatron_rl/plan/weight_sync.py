@@ -66,11 +66,11 @@ def sync_cost(
 ) -> WeightSyncCost:
     """Bytes and seconds, where each rank sends or receives `bytes_per_s`. Raises InputError.
 
-    Trainer ranks share the sending evenly (`make_plan`), so that the slower end is the fullest
-    receiver, or the senders where they are fewer. With reshard each engine hands what it receives
-    on to the next one, so n engines take n - 1 rounds longer than one (`exchange/transport.py`).
-    Parts of the generators (`expert.weights.groups`) follow each other. bytes_per_s: default:
-    `sync_rate`.
+    No trainer rank sends more than the fullest receiver gets (`exchange/plan.py`), so that the
+    slower end is that receiver, or the senders where they are fewer. With reshard each engine hands
+    what it receives on to the next one, so n engines take n - 1 rounds longer than one
+    (`exchange/transport.py`). Parts of the generators (`expert.weights.groups`) follow each other.
+    bytes_per_s: default: `sync_rate`.
     """
     rate = sync_rate(weights, bytes_per_s)
     ranks = engine_rank_bytes(shape, generator, item_bytes)

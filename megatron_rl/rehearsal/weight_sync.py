@@ -135,7 +135,8 @@ def layouts_of(cfg: Config, shape: ModelShape) -> Layouts:
     """Trainer and engines of the configuration, as the trainer describes them."""
     [kind] = {kind_of(hello) for hello in Peers(cfg.generator).members.values()}
     size, trainers = DTYPES[cfg.model.dtype].itemsize, cfg.parallel.world_size
-    return Layouts(shape, like_of(cfg.parallel), trainers, kind, size, cfg.weights.bucket_bytes)
+    like, bucket_bytes = like_of(cfg.parallel), cfg.weights.bucket_bytes
+    return Layouts(shape, like, trainers, kind, size, bucket_bytes, few_senders=True)
 
 
 def receive_weights(cfg: Config, shape: ModelShape, number: int, tracer: Tracer) -> int:

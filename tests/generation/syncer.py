@@ -42,7 +42,7 @@ class Exchange:
 
 def plan_exchange(shape: ModelShape, hello: Hello, name: str) -> Exchange:
     itemsize = DTYPE.itemsize
-    layouts = Layouts(shape, Place(), 1, kind_of(hello), itemsize, BUCKET_ELEMENTS * itemsize)
+    layouts = Layouts(shape, Place(), 1, kind_of(hello), itemsize, BUCKET_ELEMENTS * itemsize, True)
     assert len(layouts.plan().rounds) > 3
     receive = Receive("127.0.0.1", free_port(), name, "engine", 0, BACKEND, 0, 0, TIMEOUT_S)
     return Exchange(receive, layouts)

@@ -112,14 +112,17 @@ DEEPSEEK_V3 = {
 
 
 @pytest.mark.parametrize(
-    ("sizes", "billions", "example", "layout"),
+    ("sizes", "billions", "senders", "example", "layout"),
     [
-        (MISTRAL_24B, 23.6, "magistral_24b", {}),
-        (QWEN3_30B_A3B, 30.5, "qwen3_30b_a3b", {}),
-        (QWEN3_235B, 235.1, "qwen3_30b_a3b", {
+        # An engine rank needs half of each matrix: 4 of 8 tensor-parallel ranks.
+        (MISTRAL_24B, 23.6, (4, 1), "magistral_24b", {}),
+        # Its part of every expert, so all ranks send to all engine ranks.
+        (QWEN3_30B_A3B, 30.5, (8, 2), "qwen3_30b_a3b", {}),
+        (QWEN3_235B, 235.1, (32, 8), "qwen3_30b_a3b", {
             "parallel.pipeline": 2, "parallel.data": 4, "parallel.expert": 16,
             "generator.tensor_parallel": 8, "generator.replicas": 8}),
-        (DEEPSEEK_V3, 671.0, "qwen3_30b_a3b", {
+        # 16 of 256 whole experts, which 4 ranks hold, and parts of the vocabulary from two ranks.
+        (DEEPSEEK_V3, 671.0, (6, 1), "qwen3_30b_a3b", {
             "parallel.tensor": 8, "parallel.data": 32, "parallel.expert": 64,
             "generator.tensor_parallel": 16, "generator.expert_parallel": 16,
             "generator.replicas": 8}),
@@ -127,8 +130,14 @@ DEEPSEEK_V3 = {
     ids=["magistral-24b-44-engines", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3-671b"],
 )  # fmt: skip
 def test_a_weight_sync_of_published_models_takes_less_than_five_seconds(
-    tmp_path: Path, sizes: dict[str, Any], billions: float, example: str, layout: dict[str, int]
+    tmp_path: Path,
+    sizes: dict[str, Any],
+    billions: float,
+    senders: tuple[int, int],
+    example: str,
+    layout: dict[str, int],
 ) -> None:
+    """senders: most senders of an engine rank, and most engine ranks of a sender."""
     overrides = [f"{key}={value}" for key, value in layout.items()]
     config = load_config(
         ROOT / f"examples/{example}.toml",
@@ -143,10 +152,13 @@ def test_a_weight_sync_of_published_models_takes_less_than_five_seconds(
     row = 1 + (config.generator.replicas - 1) / rounds
     assert plan.cost.whole_seconds == pytest.approx(max(plan.received) / 25e9 * row + 0.4)
     assert plan.cost.whole_seconds < PAPER_WEIGHT_SYNC_S == 5
+    # No more rounds than the fullest engine rank needs, up to 5 %.
+    assert plan.rounds <= 1.05 * rounds
     # One communicator for each rank of an engine, of 148 MiB on a trainer rank.
-    assert plan.cost.lanes == config.generator.tensor_parallel >= plan.rank_lanes
+    assert (plan.lane_ranks - config.generator.replicas, plan.rank_lanes) == senders
+    assert plan.cost.lanes == config.generator.tensor_parallel
     assert plan.communicators is not None
     assert plan.communicators.trainer_bytes == 2 * plan.rank_lanes * 148 * MIB
-    # At most one lane after the other, each as slow as the largest.
-    longest = config.generator.tensor_parallel * (1.4 + 0.085 * plan.lane_ranks)
+    # A trainer rank starts its lanes one after the other. No lane is slower than the largest.
+    longest = plan.rank_lanes * (1.4 + 0.085 * plan.lane_ranks)
     assert longest / 2 < sum(plan.communicators.starts_s) <= longest

@@ -48,7 +48,8 @@ def layouts_of(cfg: Config) -> Layouts:
     kind = EngineKind(cfg.generator.engine, ENGINE_RANKS)
     shape = read_shape(cfg.model.path)
     size = DTYPES[cfg.model.dtype].itemsize
-    return Layouts(shape, like_of(cfg.parallel), TRAINERS, kind, size, cfg.weights.bucket_bytes)
+    like, bucket_bytes = like_of(cfg.parallel), cfg.weights.bucket_bytes
+    return Layouts(shape, like, TRAINERS, kind, size, bucket_bytes, few_senders=True)
 
 
 def moved(trace: Trace, kind: str, group: str = LANE) -> int:

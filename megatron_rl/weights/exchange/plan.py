@@ -3,9 +3,9 @@
 A pure function of slices: trainer ranks and engine ranks compute the same plan from a few hundred
 bytes (`Layouts`), and `megatron-rl plan-weights` prints it. It serves all engines of a kind: what
 rank r of one engine receives, rank r of each one receives. Every element comes from exactly one
-sender. Where several senders hold it, as data-parallel ranks do, the one with least to send gives
-it, so that no network card is the limit. The exchange goes in rounds: in each, no rank sends and
-none receives more than `bucket_bytes`.
+sender. Where several senders hold it, as data-parallel ranks do, the plan chooses the sender
+(`_choose`). The exchange goes in rounds: in each, no rank sends and none receives more than
+`bucket_bytes`.
 """
 
 import functools
@@ -142,26 +142,44 @@ def make_plan(
     *,
     itemsize: int,
     bucket_bytes: int,
+    few_senders: bool = False,
 ) -> Plan:
     """The exchange that fills every slice of the receivers from those of the senders.
 
-    The least loaded holder sends. Raises ValueError when an element is held by nobody, or one row
-    of a tensor exceeds a bucket.
+    few_senders: see `Layouts`. Raises ValueError when an element is held by nobody, or one row of a
+    tensor exceeds a bucket.
     """
-    loads: dict[int, int] = defaultdict(int)
     # In a round a rank has at most one parcel with each rank of the other side.
     overhead_bytes = PARCEL_OVERHEAD_BYTES * max(len(senders), len(receivers))
     limit = (bucket_bytes - overhead_bytes) // itemsize
     offers = [piece for offer in _offers(senders, receivers) for piece in _cut(offer, limit)]
-    chosen: dict[int, tuple[int, Move]] = {}
+    fullest = max(sum(need.size for need in parts) for parts in receivers.values())
+    moves = _choose(offers, fullest if few_senders else 0)
+    return Plan(_rounds(moves, _places(offers), limit), itemsize, len(senders))
+
+
+def _choose(offers: Sequence[Offer], free: int) -> list[tuple[int, int, Move]]:
+    """(sender, receiver, move) of each offer.
+
+    A holder that sends to the receiver already is chosen while it sends at most `free` elements to
+    all. Otherwise the holder with the least to send is chosen.
+    """
+    loads: dict[int, int] = defaultdict(int)
+    known: dict[int, set[int]] = defaultdict(set)
+    chosen: dict[int, tuple[int, int, Move]] = {}
     # What few ranks hold is assigned first: what many hold can then even out the loads.
     for number in sorted(range(len(offers)), key=lambda n: len(offers[n].holders)):
-        offer = offers[number]
-        rank, source = min(offer.holders, key=lambda holder: loads[holder[0]])
-        loads[rank] += offer.move.size
-        chosen[number] = rank, _from(offer, source)
-    moves = [(chosen[n][0], offers[n].receiver, chosen[n][1]) for n in range(len(offers))]
-    return Plan(_rounds(moves, _places(offers), limit), itemsize, len(senders))
+        receiver, move, holders = offers[number]
+        near = [
+            holder
+            for holder in holders
+            if holder[0] in known[receiver] and loads[holder[0]] + move.size <= free
+        ]
+        rank, source = min(near or holders, key=lambda holder: loads[holder[0]])
+        loads[rank] += move.size
+        known[receiver].add(rank)
+        chosen[number] = rank, receiver, _from(offers[number], source)
+    return [chosen[number] for number in range(len(offers))]
 
 
 def _offers(
@@ -337,6 +355,10 @@ class Layouts(msgspec.Struct, frozen=True):
     itemsize: int
     """Bytes of an element on the wire."""
     bucket_bytes: int
+    few_senders: bool
+    """Whether few trainer ranks send to an engine rank, because a communicator joins them. No rank
+    then sends more than the fullest engine rank receives, if others hold it too. Without
+    communicators all ranks share the sending evenly."""
 
     def plan(self) -> Plan:
         """The plan; rank r of each engine is receiver `trainer_ranks + r`. Raises ValueError."""
@@ -354,5 +376,9 @@ def _plan_of(layouts: Layouts) -> Plan:
         trainers + rank: layouts.kind.slices(shape, rank) for rank in range(layouts.kind.world_size)
     }
     return make_plan(
-        senders, receivers, itemsize=layouts.itemsize, bucket_bytes=layouts.bucket_bytes
+        senders,
+        receivers,
+        itemsize=layouts.itemsize,
+        bucket_bytes=layouts.bucket_bytes,
+        few_senders=layouts.few_senders,
     )

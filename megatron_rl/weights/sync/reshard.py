@@ -33,7 +33,7 @@ from megatron_rl.weights.exchange.memory import SideStreams, synchronize
 from megatron_rl.weights.exchange.orders import Call, key
 from megatron_rl.weights.exchange.parcels import Ends, PlainParameters, outgoing, send
 from megatron_rl.weights.exchange.plan import EngineKind, Layouts, Plan, kind_of
-from megatron_rl.weights.exchange.transport import Transport
+from megatron_rl.weights.exchange.transport import FOLDER, IPC, Transport
 from megatron_rl.weights.layout.place import Place
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.sync.control import Control
@@ -238,6 +238,7 @@ class Reshard:
                 kind,
                 self._settings.dtype.itemsize,
                 self._settings.bucket_bytes,
+                few_senders=self._settings.backend not in (FOLDER, IPC),
             )
             try:
                 layouts.plan()

@@ -45,7 +45,7 @@ class Play:
     def __post_init__(self) -> None:
         like, kind = Place(Share(0, 1), Share(0, 1), Share()), EngineKind("scripted", ENGINE_RANKS)
         size = self.dtype.itemsize
-        self.layouts = Layouts(WIDE, like, TRAINERS, kind, size, 100_000 * size)
+        self.layouts = Layouts(WIDE, like, TRAINERS, kind, size, 100_000 * size, False)
         self.plan = self.layouts.plan()
         self.store = open_store("127.0.0.1", 0, is_master=True, timeout_s=LIMIT_S)
         self.store.set(key("layouts", 0), msgspec.json.encode(self.layouts))

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,148 +11,20 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from megatron_rl.weights.exchange.plan import Move, Parcel, Plan, make_plan
-from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.place import Place
-from megatron_rl.weights.layout.ranks import place_of
 from megatron_rl.weights.layout.shape import ModelShape, read_shape
 from megatron_rl.weights.layout.slices import Share, Slice
-from megatron_rl.weights.layout.trainer_layout import hf_shapes, trained_slices, untrained
+from megatron_rl.weights.layout.trainer_layout import hf_shapes, untrained
 from tests.family_cases import ENDING, family_cases
 from tests.tiny_models import write_model
+from tests.weights.exchange.plan_cases import LLAMA, Case, cases
 from tests.weights.made_up import buffer_bytes
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 UNSET = -1
-LLAMA = ModelShape(
-    architecture="LlamaForCausalLM", layers=4, hidden=16, ffn=32, heads=4, kv_heads=2,
-    head_dim=4, vocab=257, max_positions=8, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None,
-    is_tied=False, has_qkv_bias=False, has_qk_norm=False, sliding_window=None,
-)  # fmt: skip
-DRAWN = (
-    "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
-    "MixtralForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM",
-    "DeepseekV3ForCausalLM", "Olmo2ForCausalLM",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, the trainer's ranks and the engines that it syncs to."""
-
-    shape: ModelShape
-    world_size: int
-    like: Place
-    engines: tuple[int, ...]
-    """Tensor ranks of each; 0 is an engine that holds transformers' parameters."""
-    itemsize: int
-    bucket_bytes: int
-
-    def senders(self) -> dict[int, list[Slice]]:
-        places = [place_of(rank, self.world_size, self.like) for rank in range(self.world_size)]
-        return {rank: trained_slices(self.shape, place) for rank, place in enumerate(places)}
-
-    def receivers(self, ranks: int) -> dict[int, list[Slice]]:
-        first = self.world_size
-        if not ranks:
-            return {first: hf_slices(self.shape)}
-        return {
-            first + rank: engine_slices(
-                self.shape, Share(rank, ranks), expert_parallel=self.divides_experts(ranks)
-            )
-            for rank in range(ranks)
-        }
-
-    def divides_experts(self, ranks: int) -> int:
-        """Ranks of an engine that hold experts of their own: all that can, of every second case."""
-        if not self.shape.experts or self.bucket_bytes % 2:
-            return 1
-        wanted = math.gcd(self.shape.experts, ranks)
-        return wanted if self.shape.moe_ffn % (ranks // wanted) == 0 else 1
-
-
-@st.composite
-def shapes(draw: st.DrawFn) -> ModelShape:
-    architecture = draw(st.sampled_from(DRAWN))
-    is_latent = architecture == "DeepseekV3ForCausalLM"
-    has_experts = is_latent or "Mix" in architecture or "Moe" in architecture
-    kv_heads = draw(st.sampled_from([1, 2, 4]))
-    layers = draw(st.sampled_from([1, 2, 4]))
-    units = 4 * draw(st.integers(1, 3)) if has_experts else 0
-    is_glm = architecture.startswith("Glm")
-    is_corrected = is_glm or is_latent
-    heads = kv_heads * draw(st.sampled_from([1, 2, 3]))
-    return ModelShape(
-        architecture=architecture,
-        layers=layers,
-        hidden=draw(st.integers(1, 9)),
-        ffn=4 * draw(st.integers(1, 5)),
-        heads=heads,
-        kv_heads=heads if is_latent else kv_heads,
-        head_dim=draw(st.integers(3, 4)) if is_latent else draw(st.integers(1, 4)),
-        rotary_dim=2 if is_latent else 0,
-        kv_rank=draw(st.integers(1, 3)) if is_latent else 0,
-        q_rank=draw(st.integers(0, 3)) if is_latent else 0,
-        value_dim=draw(st.integers(1, 3)) if is_latent else 0,
-        # Primes: no count of ranks divides them.
-        vocab=draw(st.sampled_from([131, 257, 397])),
-        max_positions=8, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None, sliding_window=None,
-        is_tied=draw(st.booleans()) and not has_experts,
-        has_qkv_bias=draw(st.booleans()) if is_glm else architecture == "Qwen2ForCausalLM",
-        has_qk_norm=draw(st.booleans()) if is_glm else architecture.startswith(("Qwen3", "Olmo")),
-        norms_all_heads=architecture.startswith("Olmo"),
-        norms_behind=architecture.startswith("Olmo"),
-        experts=draw(st.sampled_from([2, 4])) if has_experts else 0,
-        experts_per_token=1,
-        moe_ffn=units,
-        dense_layers=draw(st.integers(0, layers - 1)) if is_corrected else 0,
-        shared_ffn=units * draw(st.integers(0, 2)) if is_corrected else 0,
-        is_router_corrected=is_corrected,
-    )  # fmt: skip
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    shape = draw(shapes())
-    tensor = draw(st.sampled_from([size for size in (1, 2, 4) if shape.kv_heads % size == 0]))
-    pipeline = draw(st.sampled_from([size for size in (1, 2, 4) if shape.layers % size == 0]))
-    data = draw(st.integers(1, 3))
-    shared = math.gcd(shape.experts, tensor * data) if shape.experts else 1
-    expert = draw(st.sampled_from([size for size in (1, 2, 4) if shared % size == 0]))
-    halves = [1, 2] if shape.experts and tensor * data // expert % 2 == 0 else [1]
-    expert_tensor = draw(st.sampled_from(halves))
-    chunks = draw(st.sampled_from([n for n in (1, 2) if shape.layers % (pipeline * n) == 0]))
-    possible = [size for size in (0, 1, 2, 3, 4, 6) if not size or is_possible(shape, size)]
-    itemsize = draw(st.sampled_from([2, 4]))
-    rows = [columns for size in hf_shapes(shape).values() for columns in size[1:]]
-    engines = draw(st.lists(st.sampled_from(possible), min_size=1, max_size=2))
-    world_size = tensor * pipeline * data
-    least = itemsize * max(1, *rows) + 32 * max(world_size, *engines)
-    return Case(
-        shape,
-        world_size,
-        Place(
-            Share(0, tensor),
-            Share(0, pipeline),
-            Share(0, expert),
-            Share(0, expert_tensor),
-            chunks if pipeline > 1 else 1,
-        ),
-        tuple(engines),
-        itemsize,
-        least * draw(st.sampled_from([1, 3, 20, 100])) + draw(st.integers(0, 9)),
-    )
-
-
-def is_possible(shape: ModelShape, ranks: int) -> bool:
-    try:
-        engine_slices(shape, Share(ranks - 1, ranks))
-    except ValueError:
-        return False
-    return True
 
 
 def numbered(shape: ModelShape) -> dict[str, np.ndarray]:
@@ -223,16 +95,21 @@ def test_every_element_arrives_once_within_the_buckets(case: Case) -> None:
     sent = {rank: filled(slices, tensors) for rank, slices in senders.items()}
     for ranks in case.engines:
         receivers = case.receivers(ranks)
-        plan = make_plan(senders, receivers, itemsize=case.itemsize, bucket_bytes=case.bucket_bytes)
-        check_contents(plan, receivers, sent, tensors)
-        check_sizes(plan, case)
         sizes = {
             rank: case.itemsize * sum(part.size for part in slices)
             for rank, slices in receivers.items()
         }
-        assert plan.received_bytes() == sizes
-        assert sum(plan.sent_bytes().values()) == sum(sizes.values())
-        check_balance(senders, plan.sent_bytes(), case.bucket_bytes)
+        even, few = (case.plan(senders, receivers, few_senders=few) for few in (False, True))
+        for plan in (even, few):
+            check_contents(plan, receivers, sent, tensors)
+            check_sizes(plan, case)
+            assert plan.received_bytes() == sizes
+            assert sum(plan.sent_bytes().values()) == sum(sizes.values())
+        check_balance(senders, even.sent_bytes(), case.bucket_bytes)
+        # No sender is slower than the fullest receiver, or than the senders must be.
+        slowest = max(*sizes.values(), *even.sent_bytes().values())
+        assert max(few.sent_bytes().values()) <= slowest + case.bucket_bytes
+        assert pairs(few) <= pairs(even)
 
 
 @pytest.mark.sampled(4)
@@ -290,6 +167,11 @@ def check_sizes(plan: Plan, case: Case) -> None:
         assert parcels and len(set(pairs)) == len(pairs)
 
 
+def pairs(plan: Plan) -> int:
+    """Pairs of a receiver and one of its senders."""
+    return sum(len(plan.roots(receiver)) for receiver in plan.receivers)
+
+
 def check_balance(
     senders: dict[int, list[Slice]], loads: dict[int, int], bucket_bytes: int
 ) -> None:
@@ -315,21 +197,26 @@ def test_tensors_that_all_hold_make_up_for_those_that_one_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "data", "ranks"),
-    [(1, 1, 8, 4), (2, 2, 2, 8), (4, 2, 1, 2), (2, 1, 4, 1)],
+    ("tensor", "pipeline", "data", "ranks", "roots"),
+    [(1, 1, 8, 4, 1), (2, 2, 2, 8, 3), (4, 2, 1, 2, 4), (2, 1, 4, 1, 2), (4, 2, 8, 8, 2)],
 )
 def test_all_receivers_are_served_at_the_same_time(
-    tensor: int, pipeline: int, data: int, ranks: int
+    tensor: int, pipeline: int, data: int, ranks: int, roots: int
 ) -> None:
+    """roots: most senders of a receiver. A stage has as many parts of it as trainer ranks per
+    engine rank, and one more where every copy has sent its share."""
     shape = replace(
         LLAMA, vocab=997, layers=16, hidden=512, ffn=1536, heads=8, kv_heads=8, head_dim=64
     )
     like = Place(Share(0, tensor), Share(0, pipeline), Share())
     case = Case(shape, tensor * pipeline * data, like, (ranks,), 2, 1 << 20)
-    plan = make_plan(case.senders(), case.receivers(ranks), itemsize=2, bucket_bytes=1 << 20)
-    busiest = max(*plan.sent_bytes().values(), *plan.received_bytes().values())
-    least = math.ceil(busiest / (1 << 20))
-    assert least >= 10 and len(plan.rounds) <= 1.05 * least + 1
+    senders, receivers = case.senders(), case.receivers(ranks)
+    even, few = (case.plan(senders, receivers, few_senders=few) for few in (False, True))
+    for plan in (even, few):
+        busiest = max(*plan.sent_bytes().values(), *plan.received_bytes().values())
+        least = math.ceil(busiest / (1 << 20))
+        assert least >= 10 and len(plan.rounds) <= 1.05 * least + 1
+    assert max(len(few.roots(receiver)) for receiver in receivers) == roots
 
 
 def test_rounds_are_few() -> None:
