@@ -368,10 +368,10 @@ class Layouts(msgspec.Struct, frozen=True):
 @functools.lru_cache(maxsize=4)
 def _plan_of(layouts: Layouts) -> Plan:
     shape, trainers = layouts.shape, layouts.trainer_ranks
-    senders = {
-        rank: trained_slices(shape, place_of(rank, trainers, layouts.like))
-        for rank in range(trainers)
-    }
+    places = [place_of(rank, trainers, layouts.like) for rank in range(trainers)]
+    # Once for all data-parallel copies: of a large model this takes seconds.
+    slices = {place: trained_slices(shape, place) for place in set(places)}
+    senders = {rank: slices[place] for rank, place in enumerate(places)}
     receivers = {
         trainers + rank: layouts.kind.slices(shape, rank) for rank in range(layouts.kind.world_size)
     }
