@@ -91,11 +91,14 @@ stop() {
     if [ -e "$RUN_DIR/stop" ] || ! touch "$RUN_DIR/stop" 2>/dev/null; then
         kill -TERM "$!" 2>/dev/null || true
     fi
+    IS_STOPPING=yes
 }
 
 # To be called just before the run starts: a signal before that ends the script.
 catch_signals() {
-    REQUEUE=
+    REQUEUE= IS_STOPPING=
+    # One that an earlier start left.
+    rm -f "$RUN_DIR/stop"
     for signal in TERM INT HUP USR1; do
         # shellcheck disable=SC2064
         trap "stop $signal" "$signal"
@@ -135,6 +138,11 @@ while true; do
     wait "$!" || status=$?
     # A signal ends `wait`, but not the process.
     kill -0 "$!" 2>/dev/null || break
+    # A launcher that starts removes an earlier request, so this one is repeated.
+    while [ -n "$IS_STOPPING" ] && kill -0 "$!" 2>/dev/null; do
+        touch "$RUN_DIR/stop" 2>/dev/null || true
+        sleep 1
+    done
 done
 # 143: the run was stopped, and neither ended nor failed.
 if [ -n "$REQUEUE" ] && [ "$status" -eq 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi

@@ -28,6 +28,7 @@ LAUNCHER = """#!/usr/bin/env bash
 [[ " $* " != *" prepare "* ]] || mkdir -p "$FOLDER"
 [[ " $* " =~ " node "|" run --config" ]] || exit 0
 mkdir -p "$FOLDER"
+[ -z "$STARTS_LATE" ] || { until [ -e "$FOLDER/stop" ]; do sleep 0.05; done; rm "$FOLDER/stop"; }
 echo "started ${*:3}" >>"$CALLS"
 until [ -e "$FOLDER/stop" ]; do sleep 0.05; done
 exit "$ENDS"
@@ -46,6 +47,7 @@ def start(folder: Path, nodes: int, **more: str) -> subprocess.Popen[str]:
         "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": f"{folder}/python",
         "CALLS": f"{folder}/calls", "FOLDER": f"{folder}/run", "SLURM_JOB_NUM_NODES": str(nodes),
         "SLURM_JOB_ID": "71", "HEAD_ADDRESS": "10.0.0.1", "ENDS": "143",
+        "STARTS_LATE": "",
     }  # fmt: skip
     return subprocess.Popen(
         ["bash", str(EXAMPLES / "launch.sh"), "a.toml", "--run-dir", "run"],
@@ -97,6 +99,20 @@ def test_usr1_stops_the_run_after_a_checkpoint_and_requeues_its_job(
     assert job.returncode == ends, text
     assert ("scontrol requeue 71" in calls(tmp_path)) == requeues
     assert not [line for line in calls(tmp_path) if "scontrol" in line and not requeues]
+
+
+def test_a_signal_is_not_lost_while_the_launcher_starts(tmp_path: Path) -> None:
+    """`run` removes the request of an earlier start; here it does so after the signal."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "stop").touch()
+    job = start(tmp_path, 1, STARTS_LATE="yes")
+    wait_for_roles(job, tmp_path, 0)
+    time.sleep(0.2)
+    assert not calls(tmp_path)
+    job.send_signal(signal.SIGUSR1)
+    text, _ = job.communicate(timeout=60)
+    assert job.returncode == 143, text
+    assert [line.split()[0] for line in calls(tmp_path)] == ["started", "scontrol"]
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -5,10 +5,10 @@ Runs in the environment's process; standard library only.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from verification.environments.opening import call_reset, finished, opening
 from verification.environments.policy import EpisodeInput, Outcome, Policy
 
 MAX_TURNS = 64
@@ -31,15 +31,15 @@ def text_game_episode(
         game = make()
         if hasattr(game, "get_observation"):
             game = _TextArena(game)
-        observation = await _finished(_reset(game, prompt))
+        observation = await finished(call_reset(game.reset, prompt))
         if isinstance(observation, tuple):
             observation = observation[0]
-        chat = policy.chat(_opening(prompt, str(observation)))
+        chat = policy.chat(opening(prompt, str(observation)))
         reward = 0.0
         for _ in range(max_turns):
             reply = await chat.say(max_tokens=max_tokens)
             observation, gained, is_done, reason = _read_step(
-                await _finished(game.step(reply.content))
+                await finished(game.step(reply.content))
             )
             reward += gained
             if is_done:
@@ -76,30 +76,6 @@ class _TextArena:
         return new.strip()
 
 
-def _reset(game: Any, prompt: EpisodeInput) -> Any:
-    parameters = inspect.signature(game.reset).parameters
-    known = {"seed": prompt.seed, "prompt": prompt}
-    named = {name: known[name] for name in parameters if name in known}
-    required = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    if len(required) == 1 and required[0] not in known:
-        return game.reset(prompt)
-    return game.reset(**named)
-
-
-def _opening(prompt: EpisodeInput, observation: str) -> list[dict[str, Any]]:
-    """The prompt's messages and the first observation, in one message of the user."""
-    messages = [dict(message) for message in prompt.messages]
-    if messages and messages[-1]["role"] == "user":
-        messages[-1]["content"] += f"\n\n{observation}"
-        return messages
-    return [*messages, {"role": "user", "content": observation}]
-
-
 def _read_step(step: Any) -> tuple[Any, float, bool, str]:
     """(observation, reward, whether the game is over, reason) of what `step` returned."""
     if not isinstance(step, tuple) or len(step) not in (3, 4, 5):
@@ -112,7 +88,3 @@ def _read_step(step: Any) -> tuple[Any, float, bool, str]:
     is_truncated = len(rest) == 2 and bool(rest[0]) and not is_done
     reason = details.get("reason") or ("truncated" if is_truncated else "game_over")
     return observation, float(reward), bool(is_done) or is_truncated, str(reason)
-
-
-async def _finished(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value

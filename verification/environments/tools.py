@@ -8,9 +8,10 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from verification.environments.opening import call_reset, columns_of, finished, opening
 from verification.environments.policy import (
     Call,
     Chat,
@@ -59,7 +60,7 @@ async def converse(
         if not reply.calls and not reply.faults:
             if reward is None:
                 return ToGrade(reply.text)
-            value = await _finished(reward(prompt, ToolRun(reply.content, calls, state)))
+            value = await finished(reward(prompt, ToolRun(reply.content, calls, state)))
             is_end = isinstance(value, (Outcome, ToGrade))
             return value if is_end else Outcome(value, "answered")
         await _answer(chat, reply.calls, by_name, calls, limits.max_result_chars)
@@ -75,9 +76,11 @@ def tools_episode(
     """Episode in which the policy calls tools until a turn without a call, then is rewarded.
 
     tools: functions with a docstring and annotated arguments; or a class, of which each episode has
-        its own object: its public methods are the tools, but for `reset(prompt)`, called first.
-        Functions may be async. A faulty call, or a tool's exception other than `Unavailable`, is a
-        message to the policy.
+        its own object: its public methods are the tools, but for `reset`, called first. It takes
+        the prompt; or by name `seed`, `prompt`, `messages`, `answer`, `entry` and keys of an entry.
+        If it returns an observation, the prompt's last message ends with it. Functions may be
+        async. A faulty call, or a tool's exception other than `Unavailable`, is a message to the
+        policy.
     reward: `reward(prompt, run: ToolRun)` returns a number, an `Outcome` or `ToGrade`; may be
         async. None: the verifier grades the last reply, by the task's `compare`.
     max_turns: ends the episode with reward 0 and reason "out_of_turns".
@@ -91,7 +94,10 @@ def tools_episode(
     async def episode(prompt: EpisodeInput, policy: Policy) -> Outcome | ToGrade:
         state, known = _tools(source)
         if hasattr(state, "reset"):
-            await _finished(state.reset(prompt))
+            columns = columns_of(prompt)
+            observation = await finished(call_reset(state.reset, prompt, columns))
+            if observation is not None:
+                prompt = replace(prompt, messages=opening(prompt, str(observation)))
         return await converse(prompt, policy, known, state=state, reward=reward, limits=limits)
 
     episode.__dict__["form"] = "tools"  # For `load`.
@@ -133,14 +139,10 @@ async def _call(call: Call, tools: dict[str, Tool]) -> str:
     if fault:
         return f"Error: {fault}"
     try:
-        result = await _finished(tool.function(**call.arguments))
+        result = await finished(tool.function(**call.arguments))
     except Unavailable:
         raise
     # The policy sees whatever its call raised: code that it wrote may call exit().
     except (Exception, SystemExit) as error:  # noqa: BLE001
         return f"Error: {type(error).__name__}: {error}"
     return result if isinstance(result, str) else json.dumps(result, default=str)
-
-
-async def _finished(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value

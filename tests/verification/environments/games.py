@@ -131,6 +131,35 @@ async def _count(prompt, run):  # noqa: ANN001, ANN202
 shop = tools_episode(Shop, reward=_count)
 
 
+class Moved(Shop):
+    """As it was written for TRL's environment_factory."""
+
+    def reset(self, **kwargs):  # noqa: ANN003, ANN201
+        """Open."""
+        self.bought = [kwargs["item"]] * kwargs["count"]
+        return f"You have {kwargs['answer']}."
+
+
+class Named(Shop):
+    """Names what it needs of the prompt."""
+
+    def reset(self, count, seed=0, *, shelf="top"):  # noqa: ANN001, ANN201
+        """Open."""
+        self.bought = [shelf] * (count + seed)
+
+
+class Odd(Shop):
+    """Gets the prompt by whatever name."""
+
+    def reset(self, task=None):  # noqa: ANN001, ANN201
+        """Open."""
+        self.bought = [task.answer]
+        return ""
+
+
+moved, named, odd = (tools_episode(made, reward=_count) for made in (Moved, Named, Odd))
+
+
 async def debate(prompt, policy):  # noqa: ANN001, ANN201
     """Two chats at once, then a fork of one, which goes on from before the other's next turn."""
     sides = [policy.chat([{"role": "system", "content": name}]) for name in "ab"]

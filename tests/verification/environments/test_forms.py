@@ -122,6 +122,22 @@ def test_a_class_of_tools_keeps_state_within_an_episode(games: Running) -> None:
         assert games.play("games:shop", buy, answer="bag") == closed
 
 
+@pytest.mark.parametrize(
+    ("target", "bought", "opened"),
+    [("moved", 2, "go\n\nYou have a bag."), ("named", 9, "go"), ("odd", 1, "go\n\n")],
+)
+def test_a_class_of_tools_takes_columns_and_opens_with_its_observation(
+    games: Running, target: str, bought: int, opened: str
+) -> None:
+    said: list[Say] = []
+    entry = {"item": "egg", "count": 2, "prompt": "not this one"}
+    outcome = games.play(
+        f"games:{target}", replies("done", said=said), answer="a bag", entry=entry, seed=7
+    )
+    assert outcome == Outcome(float(bought), "closed", {"calls": 0.0})
+    assert _added(said) == [[("user", opened)]]
+
+
 def test_a_tool_that_exits_is_told_to_the_policy(games: Running) -> None:
     async def leave(say: Say) -> Reply:
         if say.messages[-1]["role"] == "tool":
