@@ -7,6 +7,7 @@ the objective with made-up tokens.
 
 import collections
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
@@ -21,7 +22,12 @@ from megatron_rl.launcher import preflight
 from megatron_rl.launcher.dry_run_text import NOTHING, run_lines
 from megatron_rl.launcher.objective_trial import try_objective
 from megatron_rl.launcher.placement import ONE_NODE, Machines
-from megatron_rl.launcher.prompt_record import pin_revisions
+from megatron_rl.launcher.prompt_record import (
+    RECORD,
+    check_same_prompts,
+    make_record,
+    pin_revisions,
+)
 from megatron_rl.launcher.reward_trial import (
     functions_of,
     open_grading,
@@ -29,7 +35,7 @@ from megatron_rl.launcher.reward_trial import (
     sample_of,
     try_rewards,
 )
-from megatron_rl.launcher.run_folder import check_run_folder
+from megatron_rl.launcher.run_folder import check_run_folder, checkpoints_passed_over
 from megatron_rl.protocol.render import open_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
@@ -81,7 +87,7 @@ def dry_run(config: Config, console: Console, machines: Machines = ONE_NODE) -> 
     """
     config = pin_revisions(config)
     found = preflight.check(config, is_known_folder=True, calls_rewards=False)
-    say(console, *_notes_of_start(config, machines))
+    say(console, *_notes_of_start(config, machines, found.files))
     parts = try_objective(config.algorithm) if config.train.steps else []
     for note in [*found.notes, *parts]:
         say(console, note)
@@ -97,15 +103,18 @@ def dry_run(config: Config, console: Console, machines: Machines = ONE_NODE) -> 
     return int(any(report.problems for report in reports))
 
 
-def _notes_of_start(config: Config, machines: Machines) -> list[str]:
+def _notes_of_start(config: Config, machines: Machines, files: Sequence[Path]) -> list[str]:
     """Warnings and refusals of a run that would start on this host now, as notes.
 
-    They do not end the dry run: the real run may be on another host or in another folder.
+    They do not end the dry run: the real run may be on another host or in another folder. files:
+    those of the prompts.
     """
     notes: list[str] = []
     try:
         resumed = check_run_folder(config).checkpoint
+        notes += [f"warning: {text}" for text in checkpoints_passed_over(config, resumed)]
         if resumed is not None:
+            check_same_prompts(config.run.dir / RECORD, make_record(config, files))
             notes.append(f"note: a run would resume from {resumed}; what came before is done")
     except InputError as error:
         notes.append(f"note: a run would be refused: {error}")

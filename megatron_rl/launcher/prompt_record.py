@@ -47,6 +47,8 @@ class PromptRecord(msgspec.Struct, frozen=True):
 
     files: list[FileRecord]
     hub: list[SourceRecord]
+    own: list[str] = []
+    """Digests of the files of [[prompts]], in their order. Earlier releases wrote none."""
 
 
 def pin_revisions(config: Config) -> Config:
@@ -122,12 +124,19 @@ def _pin_prompts(config: Config, saved: Config | None) -> Config:
 def make_record(config: Config, files: Sequence[Path]) -> PromptRecord:
     """The record of the files in their present state."""
     sources = [*config.prompts, *(one.prompts for one in config.eval.sets)]
+    given = [source.path.absolute() for source in config.prompts if source.path is not None]
+    records = [_record_of(path) for path in files]
     return PromptRecord(
-        [_record_of(path) for path in files],
+        records,
         [
             SourceRecord(with_hub_name(s).name, s.revision)
             for s in sources
             if read_as(s) == "hub" and is_commit(s.revision)
+        ],
+        [
+            record.xxh3_128
+            for record in records
+            if any(Path(record.path).is_relative_to(path) for path in given)
         ],
     )
 
@@ -136,13 +145,16 @@ def record_prompts(config: Config, files: Sequence[Path], *, is_resumed: bool) -
     """Write the record. Raises InputError if a resumed run would read other prompts."""
     path = config.run.dir / RECORD
     record = make_record(config, files)
-    if is_resumed and path.exists():
-        _check_same(path, record)
+    if is_resumed:
+        check_same_prompts(path, record)
     content = msgspec.json.format(msgspec.json.encode(record), indent=1).decode()
     write_whole(path, content + "\n")
 
 
-def _check_same(path: Path, record: PromptRecord) -> None:
+def check_same_prompts(path: Path, record: PromptRecord) -> None:
+    """Raise InputError if the record at `path` is of other prompts. path: need not exist."""
+    if not path.exists():
+        return
     try:
         earlier = msgspec.json.decode(path.read_bytes(), type=PromptRecord)
     except msgspec.DecodeError as error:
@@ -157,6 +169,13 @@ def _check_same(path: Path, record: PromptRecord) -> None:
                 f"{found.xxh3_128[:12]}), and the run finds prompts by line number. Put the old "
                 f"file back, or delete {path} to use the new one"
             )
+    if earlier.own and earlier.own != record.own:
+        paths = [file.path for file in earlier.files if file.xxh3_128 in earlier.own]
+        raise InputError(
+            "the files of [[prompts]] are others than those with which the run began "
+            f"({', '.join(paths)}), and the run finds prompts by line number. Give files with the "
+            f"same content in the same order, or delete {path} to use the new ones"
+        )
 
 
 def _record_of(path: Path) -> FileRecord:

@@ -10,7 +10,6 @@ import itertools
 import logging
 import os
 import shutil
-import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from megatron_rl.observe.heartbeat import ALIVE, Heartbeat, find_living
 from megatron_rl.protocol.checkpoint_folder import (
     CHECKPOINTS,
     SFT_CHECKPOINTS,
+    damaged,
     find_resume,
     passed_over,
     step_of,
@@ -39,7 +39,7 @@ from megatron_rl.protocol.checkpoint_folder import (
 from megatron_rl.protocol.failure import FAILURES
 from megatron_rl.protocol.metrics import CONTINUED, RESUMED, JsonlWriter, drop_torn_line, iter_jsonl
 from megatron_rl.protocol.process import Interrupted
-from megatron_rl.protocol.whole_file import PRIVATE_FOLDER, write_whole
+from megatron_rl.protocol.whole_file import PRIVATE_FOLDER, make_private, write_whole
 from megatron_rl.weights.layout.shape import read_shape
 
 CONFIG = "config.toml"
@@ -49,7 +49,6 @@ _LOCK_WAIT_S = 20.0
 """Processes of a killed launcher hold the lock until they notice its end."""
 STATUS_WATCH_S = 10.0
 """Longest watch of a launcher on another host, in seconds."""
-_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 # Errors of flock on Lustre without -o flock and on NFS without a lock service.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -91,6 +90,12 @@ def _check_resumption(config: Config) -> Beginning:
             raise InputError(
                 f"the run in {run_dir} has ended without a checkpoint to resume from "
                 f"(checkpoint.every_steps). {other}"
+            )
+        if faults := damaged(run_dir / CHECKPOINTS):
+            raise InputError(
+                f"every checkpoint of the run in {run_dir} is damaged: {'; '.join(faults)}. The "
+                "run does not start again from step 0 by itself: put the files back, or move these "
+                "folders away to start again"
             )
         if _is_same_command(config):
             return Beginning(None, is_again=True)
@@ -236,6 +241,9 @@ def last_words(config: Config, nodes: int = 0) -> str:
     if not every:
         why = "no checkpoints are made (checkpoint.every_steps=0)"
     steps = steps_left_behind(config)
+    if steps < config.sft.steps:
+        every = config.sft.checkpoint_every_steps
+        why = f"the cold start is not over (sft.checkpoint_every_steps={every})"
     kept = f", {left_behind_text(config, steps)}" if steps else ""
     return f"Nothing is saved: {why}. {command} starts the run again{kept}."
 
@@ -246,36 +254,6 @@ class FolderLock(NamedTuple):
     descriptor: int
     """Children inherit it: the lock holds while one process has it open."""
     heartbeat: Heartbeat
-
-
-def make_private(run_dir: Path) -> str:
-    """Close a run folder and its configurations to other users; returns a text about it, or "".
-
-    The text says what was open, or what could not be closed.
-    """
-    paths = (run_dir, *run_dir.glob("config*.toml"))
-    open_to_others = {path: mode for path in paths if (mode := _mode(path)) & _OTHERS}
-    try:
-        for path, mode in open_to_others.items():
-            path.chmod(mode & ~_OTHERS)
-    except OSError as error:
-        return (
-            f"other users can read {path} (mode {mode:04o}): it or a file in it holds the label of "
-            f"the run's sockets. Its mode could not be changed ({error.strerror}): have its owner "
-            f"run `chmod go= {path}`"
-        )
-    if not open_to_others:
-        return ""
-    mode = next(iter(open_to_others.values()))
-    return (
-        f"the run folder {run_dir} was open to other users (mode {mode:04o}) "
-        "and is now closed to them, because it holds the label of the run's sockets; "
-        "docs/run-folder.md says how a group shares runs"
-    )
-
-
-def _mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
 
 
 SIGNALLED = "stopped by signal"

@@ -111,6 +111,13 @@ def complete_checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def damaged(folder: Path) -> list[str]:
+    """Texts about the checkpoints that were complete once, and are no more."""
+    sealed = [path.parent for path in sorted(folder.glob(f"*/{COMPLETE}"))]
+    named = [path for path in sealed if _NAME.fullmatch(path.name)]
+    return [f"{path}: {found}" for path in named if isinstance(found := _examine(path), str)]
+
+
 def passed_over(folder: Path, step: int) -> list[str]:
     """Texts about the checkpoints after `step`, from which a run that resumes there does not
     resume, with the reasons.

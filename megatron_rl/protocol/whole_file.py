@@ -4,12 +4,14 @@ Used by the launcher and commands.
 """
 
 import os
+import stat
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 """Modes of what holds secrets: only its user gets in."""
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def write_whole(
@@ -36,3 +38,33 @@ def write_private(path: Path, content: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
     with os.fdopen(descriptor, "w") as file:
         file.write(content)
+
+
+def make_private(run_dir: Path) -> str:
+    """Close a run folder and its configurations to other users; returns a text about it, or "".
+
+    The text says what was open, or what could not be closed.
+    """
+    paths = (run_dir, *run_dir.glob("config*.toml"))
+    open_to_others = {path: mode for path in paths if (mode := _mode(path)) & _OTHERS}
+    try:
+        for path, mode in open_to_others.items():
+            path.chmod(mode & ~_OTHERS)
+    except OSError as error:
+        return (
+            f"other users can read {path} (mode {mode:04o}): it or a file in it holds the label of "
+            f"the run's sockets. Its mode could not be changed ({error.strerror}): have its owner "
+            f"run `chmod go= {path}`"
+        )
+    if not open_to_others:
+        return ""
+    mode = next(iter(open_to_others.values()))
+    return (
+        f"the run folder {run_dir} was open to other users (mode {mode:04o}) "
+        "and is now closed to them, because it holds the label of the run's sockets; "
+        "docs/run-folder.md says how a group shares runs"
+    )
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)

@@ -215,6 +215,14 @@ def test_a_dry_run_says_what_the_folder_holds_and_goes_on(
         assert main([*words, *others, "--model", str(files / "model")]) == 0
         told = f"note: a run would resume from {saved}; what came before is"
         assert told in capsys.readouterr().out
+        record = {"files": [], "hub": [], "own": ["digest of other prompts"]}
+        (files / "run" / "prompts.json").write_text(json.dumps(record))
+        torn = files / "run" / "checkpoints" / "step_000004"
+        torn.mkdir()
+        assert main([*words, *others, "--model", str(files / "model")]) == 0
+        text = capsys.readouterr().out
+        assert "note: a run would be refused: the files of [[prompts]] are others" in text
+        assert f"warning: {torn} is passed over: it has no file COMPLETE" in text
         assert main([*words, *others, "--model", str(files / "model"), "run.seed=5"]) == 2
     finally:
         shutil.rmtree(files / "run")

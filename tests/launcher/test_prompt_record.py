@@ -24,7 +24,9 @@ def test_digests_are_those_of_xxhsum(tmp_path: Path) -> None:
     record_prompts(config_of(tmp_path, PromptSource(path=path)), [path], is_resumed=False)
     # XXH3 of 128 bits of "abc", as the reference implementation gives it.
     expected = {"path": str(path), "bytes": 3, "xxh3_128": "06b05ab6733a618578af5f94892f3950"}
-    assert json.loads((tmp_path / RECORD).read_text()) == {"files": [expected], "hub": []}
+    assert json.loads((tmp_path / RECORD).read_text()) == {
+        "files": [expected], "hub": [], "own": [expected["xxh3_128"]]
+    }  # fmt: skip
 
 
 def test_a_changed_file_is_refused_when_the_run_goes_on(tmp_path: Path) -> None:
@@ -41,6 +43,24 @@ def test_a_changed_file_is_refused_when_the_run_goes_on(tmp_path: Path) -> None:
     # A new run in the folder begins with what there is.
     record_prompts(config, [path, other], is_resumed=False)
     record_prompts(config, [path, other], is_resumed=True)
+
+
+def test_other_files_of_prompts_are_refused_and_moved_ones_are_not(tmp_path: Path) -> None:
+    old, moved, changed, held = (tmp_path / f"{name}.jsonl" for name in ("a", "b", "c", "eval"))
+    for path, text in ((old, "one\n"), (moved, "one\n"), (changed, "ONE\n"), (held, "two\n")):
+        path.write_text(text)
+    config, at_moved, at_changed = (
+        config_of(tmp_path, PromptSource(path=path)) for path in (old, moved, changed)
+    )
+    record_prompts(config, [old], is_resumed=False)
+    # Files of evaluation sets come and go.
+    record_prompts(config, [old, held], is_resumed=True)
+    with pytest.raises(InputError, match=r"began \(.*a\.jsonl\), .* Give files with the same"):
+        record_prompts(at_changed, [changed, held], is_resumed=True)
+    record_prompts(at_moved, [moved], is_resumed=True)
+    both = config_of(tmp_path, PromptSource(path=moved), PromptSource(path=changed))
+    with pytest.raises(InputError, match="others than those with which the run began"):
+        record_prompts(both, [moved, changed], is_resumed=True)
 
 
 def test_configurations_without_the_hub_stay_as_they_are(tmp_path: Path) -> None:

@@ -91,10 +91,16 @@ def test_a_newer_checkpoint_that_is_passed_over_is_told_on_the_screen_and_in_the
         f"WARNING megatron_rl.launcher.run: {told}\n"
         in (run_dir / "logs" / "launch.log").read_text()
     )
-    # Without any whole one the refusal says why, and so does the next attempt of a cold start.
+    # Without any whole one the same command does not begin anew, and says why.
     shutil.rmtree(run_dir / CHECKPOINTS / "step_000006")
-    with pytest.raises(InputError, match=rf"no complete checkpoint .*\. {told}"):
-        check_run_folder(config(run_dir, "optimizer.lr=0.5"))
+    (run_dir / "config.toml").write_text(dump_toml(cfg))
+    with pytest.raises(InputError, match=rf"is damaged: {newer}: it has no file queue\.json\. The"):
+        check_run_folder(cfg)
+    newer.rename(run_dir / "elsewhere")
+    (run_dir / CHECKPOINTS / "step_000012.partial").mkdir()
+    assert check_run_folder(cfg) == Beginning(None, is_again=True)
+    (run_dir / "elsewhere").rename(newer)
+    (run_dir / CHECKPOINTS / "step_000012.partial").rmdir()
     cold = config(run_dir, "sft.steps=40")
     (run_dir / SFT_CHECKPOINTS / "step_000020").mkdir(parents=True)
     assert checkpoints_passed_over(cold, None)[1].endswith("step_000020 is passed over: it has no "
