@@ -1,7 +1,9 @@
 """`megatron-rl init`: writes a configuration from the answers to five questions."""
 
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
+from os.path import relpath
 from pathlib import Path
 from typing import Annotated
 
@@ -53,7 +55,8 @@ def init(options: InitOptions, console: Console) -> int:
         raise InputError(f"{options.file} exists: name another file, or remove it")
     answers = _answers(options)
     gpus, steps = _whole(answers, "gpus", least=0), _whole(answers, "steps", least=1)
-    text = configuration(answers["model"], answers["data"], answers["task"], gpus, steps)
+    model, data = (_seen_from(options.file.parent, answers[name]) for name in ("model", "data"))
+    text = configuration(model, data, answers["task"], gpus, steps, splits=_splits(answers["data"]))
     options.file.parent.mkdir(parents=True, exist_ok=True)
     partial = options.file.with_name(f"{options.file.name}.partial")
     partial.write_text(text)
@@ -65,7 +68,13 @@ def init(options: InitOptions, console: Console) -> int:
         partial.unlink()
     write_whole(options.file, text)
     card = f"megatron-rl plan {options.file}" if gpus else ""
+    absent = [
+        f"warning: {name} {answers[name]} is not on this machine"
+        for name in ("model", "data")
+        if not _is_name(answers[name]) and not Path(answers[name]).expanduser().exists()
+    ]
     lines = [
+        *absent,
         f"Wrote {options.file}. Next:",
         *([f"  {card}    # memory and seconds of a step; does it fit?"] if card else []),
         f"  megatron-rl run --config {options.file} --dry-run    # data, rewards, layout",
@@ -94,11 +103,27 @@ def _whole(answers: dict[str, str], name: str, *, least: int) -> int:
     return int(text)
 
 
-def configuration(model: str, data: str, task: str, gpus: int, steps: int) -> str:
-    """The file's text. gpus: of one node; trainer and engines take half each."""
+def _is_name(given: str) -> bool:
+    """Whether it is a name of the Hub, and no file or folder here."""
+    return is_hub_name(given) and not Path(given).expanduser().exists()
+
+
+def _seen_from(folder: Path, given: str) -> str:
+    """A model or data as a file in `folder` writes it: relative paths are relative to the file."""
+    path = Path(given).expanduser()
+    is_here = folder.resolve() == Path.cwd()
+    return given if is_here or path.is_absolute() or _is_name(given) else relpath(path, folder)
+
+
+def configuration(
+    model: str, data: str, task: str, gpus: int, steps: int, *, splits: Collection[str] = ()
+) -> str:
+    """The file's text.
+
+    gpus: of one node; trainer and engines take half each. splits: of the data's folder.
+    """
     if task not in RewardConfig().all_tasks:
         raise InputError(f"task {task!r} is none of {', '.join(RewardConfig().all_tasks)}")
-    splits = _splits(data)
     parts = [
         "# Written by `megatron-rl init`. All other keys: `megatron-rl config`.\n[model]",
         _line("path", model),
@@ -122,7 +147,7 @@ def _has_bfloat16() -> bool:
 
 
 def _source(data: str) -> list[str]:
-    if is_hub_name(data) and not Path(data).expanduser().exists():
+    if _is_name(data):
         return ['kind = "hub"', _line("name", data)]
     return [_line("path", data)]
 
@@ -133,7 +158,7 @@ def _splits(data: str) -> set[str]:
     return found if "train" in found and len(found) > 1 else set()
 
 
-def _evaluation(data: str, splits: set[str], *, is_short: bool) -> list[str]:
+def _evaluation(data: str, splits: Collection[str], *, is_short: bool) -> list[str]:
     """The held-out split of a folder; the first 32 prompts, once each, if it is to be short."""
     lines = ["\n[eval]  # short, for CPU cores", "samples = 1"] if is_short else []
     other = next((split for split in ("test", "validation") if split in splits), None)

@@ -43,6 +43,21 @@ def test_what_is_written_loads_and_fits(gpus: int, tmp_path: Path) -> None:
         init(options, Console(file=output))
 
 
+def test_paths_are_those_of_the_current_folder_and_missing_ones_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text("")
+    output = io.StringIO()
+    options = InitOptions(Path("made/my.toml"), "qwen", "train.jsonl", "math", 0, 3)
+    assert init(options, Console(file=output, width=200)) == 0
+    config = load_config(tmp_path / "made" / "my.toml")
+    assert config.prompts[0].path == tmp_path / "train.jsonl"
+    assert config.model.path == tmp_path / "qwen"
+    text = output.getvalue()
+    assert "warning: model qwen is not on this machine" in text and "warning: data" not in text
+
+
 def test_a_data_set_of_the_hub_is_named(tmp_path: Path) -> None:
     path = tmp_path / "my.toml"
     path.write_text(configuration("Qwen/Qwen3-0.6B", "openai/gsm8k", "math", 0, 3))
@@ -58,7 +73,8 @@ def test_a_folder_with_splits_is_trained_on_one_and_evaluated_on_the_other(tmp_p
         file = tmp_path / "data" / f"{split}-00000-of-00001.jsonl"
         file.write_text("\n".join(map(json.dumps, rows)))
     path = tmp_path / "my.toml"
-    path.write_text(configuration("m", str(tmp_path / "data"), "math", 0, 3))
+    options = InitOptions(path, "m", str(tmp_path / "data"), "math", 0, 3)
+    assert init(options, Console(file=io.StringIO())) == 0
     config = load_config(path)
     assert (config.prompts[0].dataset_split, len(config.prompts)) == ("train", 1)
     [held_out] = config.eval.sets
