@@ -34,7 +34,7 @@ _EXPECTED = (
     'may be a list of accepted answers, and may be missing beside an "entry". For other names of '
     'columns leave out prompts.kind = "jsonl" and name them in prompts.columns'
 )
-_COMPARED = ("math", "exact")
+COMPARED = ("math", "exact")
 """Our tasks that compare with the answer."""
 
 
@@ -232,10 +232,10 @@ def _answers_of(line: _Line, place: str, *, task: str) -> list[str]:
         answers = accepted_answers(line.answer, reads_text=is_math, is_math=is_math)
     except ValueError as error:
         raise BadLine(f"{place}: {error}") from error
-    if task in _COMPARED and not answers and not line.entry:
+    if task in COMPARED and not answers and not line.entry:
         raise BadLine(f"{place}: the answer is empty ({line.answer!r})", "no_answer")
     for answer in answers:
-        if task in _COMPARED and is_placeholder(answer):
+        if task in COMPARED and is_placeholder(answer):
             raise BadLine(f"{place}: the answer {answer!r} is a placeholder", "placeholder")
     return answers
 

@@ -123,7 +123,8 @@ def find_columns(
     if not answer and not tests and source.columns.answer != NOTHING and not is_lines:
         raise InputError(
             f"{place} has no column of answers: expected {', '.join(known_names('answer'))}; it "
-            f"has {', '.join(names)}: name it by prompts.columns.answer"
+            f"has {', '.join(names)}: name it by prompts.columns.answer, or give '-' for a task "
+            "of your own whose reward needs none"
         )
     answers, part = finder.values(answer) if answer else [], source.answer_part
     if part == "auto":

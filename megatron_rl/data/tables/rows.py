@@ -15,6 +15,7 @@ from megatron_rl.config.prompts import PromptSource
 from megatron_rl.config.reward import CODE
 from megatron_rl.data.answers import texts_of_list
 from megatron_rl.data.jsonl_source import (
+    COMPARED,
     QUESTIONS,
     BadLine,
     check_keys,
@@ -23,7 +24,7 @@ from megatron_rl.data.jsonl_source import (
     refuse_marked,
 )
 from megatron_rl.data.messages import NotText, plain_turns
-from megatron_rl.data.tables.columns import ColumnMap
+from megatron_rl.data.tables.columns import NOTHING, ColumnMap
 from megatron_rl.data.tables.data_sets import TASK_TYPE, NoAnswer, take_part
 from megatron_rl.data.tables.test_forms import BadTests, entry_of, tests_in_answer, with_demands
 from megatron_rl.data.tables.where import decoded, value_of
@@ -57,6 +58,8 @@ class RowReader:
         self._is_open = source.task == PromptSource().task
         """Whether a row that names no task has the task of its form."""
         self._used = {name.split(".")[0] for name in columns.names}
+        self._asking = {*QUESTIONS, columns.question.split(".")[0]}
+        """Columns that may hold the question."""
         self._never_seen = {
             key: column
             for key, column in source.columns.model_dump().items()
@@ -106,7 +109,16 @@ class RowReader:
             value = value_of(fields, column) if column else None
             if value is not None:
                 found[key] = value
+        if "answer" not in found and self._source.columns.answer == NOTHING:
+            found |= self._without_answer(fields, found.get("task", self._source.task))
         return found
+
+    def _without_answer(self, fields: dict[str, Any], task: Any) -> dict[str, Any]:
+        """Our keys of a row that shall have no answer: a reward of the user's own reads the row."""
+        if task in COMPARED:
+            return {"answer": ""}
+        others = {name: value for name, value in fields.items() if name not in self._asking}
+        return {"answer": "", "entry": json.dumps(others, default=str)}
 
     def _tests(self, fields: dict[str, Any], answer: Any) -> dict[str, Any]:
         """The tests of a row of code, as our keys; {} for a row of mathematics.

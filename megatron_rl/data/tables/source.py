@@ -17,6 +17,7 @@ from megatron_rl.config.prompts import PromptColumns, PromptSource
 from megatron_rl.data.jsonl_source import with_splits
 from megatron_rl.data.repeats import OTHER_ANSWER, REPEATED, Repeats
 from megatron_rl.data.tables.columns import (
+    NOTHING,
     SAMPLE_ROWS,
     ColumnMap,
     every_name,
@@ -124,7 +125,8 @@ def read_table(
         )
     table.check_given()
     if faults and (source.faulty == "refuse" or not prompts):
-        raise InputError(_describe_faults(faults, label, prompts=len(prompts)))
+        text = _describe_faults(faults, label, prompts=len(prompts))
+        raise InputError(text if prompts else f"{table.unmet_text()}{text}")
     table.leave_out(faults)
     prompts = table.with_unique_ids(table.repeats.with_rates(prompts))
     if source.faulty == "drop":
@@ -181,8 +183,10 @@ class _Table:
         # A name with a dot may be that of a column, too.
         needed = {*named, *(name.split(".")[0] for name in named)}
         needed |= {name for name in self._names_of_columns if "placeholder" in name.casefold()}
+        # The entry of a row without an answer has its other columns.
+        needs_all = self._keeps_columns or self._source.columns.answer == NOTHING
         for file in self._files.files:
-            for row in read_rows(file, None if self._keeps_columns else needed):
+            for row in read_rows(file, None if needs_all else needed):
                 place = place_of(file, row.number)
                 if row.fault:
                     self.has_rows = True
@@ -210,6 +214,15 @@ class _Table:
         if reason == OTHER_ANSWER:
             text += f", with another answer than {found.answer[:100]!r}"
         return RowFault(place, reason, text) if reason else None
+
+    def unmet_text(self) -> str:
+        """What to say of rows that prompts.where left out, if no prompt is left; else ""."""
+        if not (count := self._left_out["where"]):
+            return ""
+        return (
+            f"{count:,} rows of {self._label} do not meet prompts.where={list(self._source.where)} "
+            "(values of CSV files are texts: compare them with quoted ones). Of the other rows: "
+        )
 
     def check_given(self) -> None:
         """Raise InputError for a configured column that no row has."""

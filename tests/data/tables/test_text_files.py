@@ -105,6 +105,28 @@ def test_a_column_may_have_no_value_in_the_first_row(tmp_path: Path, name: str) 
     assert (prompt.answer, prompt.pass_rate) == ("7", 0.5)
 
 
+def test_rows_without_answers_are_for_a_reward_that_needs_none(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,topic,level\nSay hi,greeting,1\nSay ho,,2\n")
+    with pytest.raises(InputError, match="or give '-' for a task of your own"):
+        read(path, task="mine")
+    prompts = read(path, task="mine", columns={"answer": "-"}).prompts
+    assert [(p.question, p.answer) for p in prompts] == [("Say hi", ""), ("Say ho", "")]
+    entries = [json.loads(prompt.entry) for prompt in prompts]
+    assert entries[0] == {"topic": "greeting", "level": "1"} and entries[1]["level"] == "2"
+    with pytest.raises(InputError, match="the answer is empty"):
+        read(path, task="math", columns={"answer": "-"})
+
+
+def test_conditions_that_leave_faulty_rows_alone_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("question,answer,level\n1+1,2,1\n2+1,3,1\n3+1,4,1,5\n")
+    words = r"2 rows of .* do not meet prompts\.where=\['level == 1'\] \(values of CSV files are"
+    with pytest.raises(InputError, match=words):
+        read(path, where=["level == 1"])
+    assert len(read(path, where=["level == '1'"], faulty="drop").prompts) == 2
+
+
 def test_a_row_of_csv_with_other_columns_is_a_fault(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("question,answer\np,1\nq,2,3\nr\n")
