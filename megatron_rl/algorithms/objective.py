@@ -26,6 +26,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+OWN_SUMS = frozenset({
+    "loss", "entropy", "tokens", "padded_tokens", "filling", "advantage", "advantage_square",
+    "correction_changed", "behaviour_ratio", "behaviour_ratio_square", "gold_logprob",
+    "gold_tokens",
+})  # fmt: skip
+"""Names of sums with a rule of their own in `trainer/metrics.py`: no policy loss may use them."""
+
+
 class LossOutput(NamedTuple):
     """The scalar to differentiate, and what to report."""
 

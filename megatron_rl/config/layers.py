@@ -20,7 +20,7 @@ OVERRIDE = "command line"
 DEFAULT = "default"
 _DERIVED = "derived"
 _PRESET = "algorithm.preset="
-_TABLES = ("prompts", "stages", "eval.sets")
+_TABLES = ("prompts", "stages", "eval.sets", "reward.extra")
 """Lists of tables that an override may extend."""
 
 

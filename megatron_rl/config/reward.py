@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.section import Section
 
@@ -70,7 +70,7 @@ class ExtraReward(Section):
     """Name of this reward in records and metrics."""
     function: str = Field(pattern=r"^[\w.]+:\w+$")
     """package.module:function as `f(answer: str, request: ScoreRequest) -> float`."""
-    weight: float = 1.0
+    weight: FiniteFloat = 1.0
     """Factor applied to the function's result."""
     tasks: list[str] = []
     """Tasks that this reward applies to; empty: all."""
@@ -99,7 +99,7 @@ class RewardConfig(Section):
     """Minimum confidence of language detection. A text below it counts as unknown, never as a
     mismatch."""
     accept_missing_unit: bool = True
-    """Accept an answer that lacks the reference's unit."""
+    """Accept an answer where it or the reference lacks the other's unit; % only above 1."""
     unevaluated: UnevaluatedRule = "refuse_copied"
     """Verdict on right answers with an operation that the reference lacks, such as \\cos 60^\\circ
     for 1/2. refuse_copied: wrong where the problem contains the answer; refuse: wrong where the

@@ -6,11 +6,19 @@ import pydantic
 
 
 class Section(pydantic.BaseModel):
-    """Frozen, and strict about unknown keys."""
+    """Frozen, and strict about unknown keys and NaN."""
 
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
     )
+
+    @pydantic.field_validator("*")
+    @classmethod
+    def _refuse_nan(cls, value: Any) -> Any:
+        # NaN passes each comparison with a limit that it should fail.
+        if isinstance(value, float) and value != value:
+            raise ValueError("not a number (nan): give a number")
+        return value
 
 
 def merged(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from megatron_rl.algorithms.objective import Objective, find_objective
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.lookup import where_raised
+from megatron_rl.observe.metrics_table import TRAINER
 
 if TYPE_CHECKING:
     from megatron_rl.algorithms.tokens import Tokens
@@ -160,7 +161,8 @@ def _check_tensor(part: str, found: Any) -> None:
 def _check_policy_loss(part: str, found: Any, tokens: "Tokens") -> None:
     import torch
 
-    from megatron_rl.algorithms.policy_loss import PolicyLoss
+    from megatron_rl.algorithms.objective import OWN_SUMS
+    from megatron_rl.algorithms.policy_loss import CLIPPED_HIGH, CLIPPED_LOW, PolicyLoss
 
     if not isinstance(found, PolicyLoss):
         what = "a plain tensor" if isinstance(found, torch.Tensor) else type(found).__name__
@@ -186,6 +188,12 @@ def _check_policy_loss(part: str, found: Any, tokens: "Tokens") -> None:
         raise InputError(
             f"{part}: sums[{wrong[0]!r}] is no tensor of shape []: report the sum over "
             "real tokens, as (values * tokens.is_real).sum()"
+        )
+    reserved = {one.name.removeprefix("train/") for one in TRAINER} | OWN_SUMS
+    if taken := sorted(found.sums.keys() & (reserved - {CLIPPED_LOW, CLIPPED_HIGH})):
+        raise InputError(
+            f"{part}: sums[{taken[0]!r}] would be mixed with our own figure of that name: choose "
+            "another name, which becomes the metric train/NAME"
         )
 
 

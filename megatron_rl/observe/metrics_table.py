@@ -135,7 +135,8 @@ TRAINER = (
           "(sum u)^2 / (n sum u^2) of the terms of a group's soft value, mean", "above 0.2",
           "few completions estimate the value: a larger beta or group, or fresher data"),
     Entry("train/skipped_steps", "optimizer steps that were skipped", "0",
-          "RUN/skipped has the minibatch; lower optimizer.lr", "count"),
+          "look for NaN in your own rewards and functions, lower optimizer.lr; after "
+          "expert.train.max_skipped_updates in a row RUN/skipped has the last minibatch", "count"),
     Entry("train/exploded_steps", "optimizer steps skipped above expert.optimizer.skip_grad_norm",
           "0", "as for train/skipped_steps", "count"),
     Entry("train/padded_tokens", "positions computed by the trainer", kind="count"),

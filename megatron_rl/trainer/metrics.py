@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.objective import OWN_SUMS, Objective
 from megatron_rl.algorithms.policy_loss import CLIPPED_HIGH, CLIPPED_LOW
 from megatron_rl.algorithms.soft_value import SoftValues
+from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.metrics import JsonlWriter, Metric, MetricSet, Reduce
 from megatron_rl.protocol.sequence_cost import SequenceCost, read_cost
 from megatron_rl.protocol.types import MinibatchShare
@@ -94,7 +95,12 @@ class SumsLayout:
         return cls((*_ALWAYS, *(name for name in result.sums if name not in _ALWAYS)))
 
     def stack(self, sums: Mapping[str, Tensor]) -> Tensor:
-        """[names] float64."""
+        """[names] float64. Raises InputError for a user's policy loss whose names change."""
+        if lacking := [name for name in self.names if name not in sums]:
+            raise InputError(
+                f"algorithm.policy_loss reported no sums[{lacking[0]!r}] for these tokens, but did "
+                "for others: report the same names in every call, a zero where there is nothing"
+            )
         return torch.stack([sums[name].detach().double() for name in self.names])
 
     def named(self, values: Tensor) -> dict[str, float]:
@@ -140,11 +146,7 @@ def loss_metrics(sums: Mapping[str, float]) -> list[Metric]:
     return metrics + [Metric(f"train/{name}", sums[name], count=tokens) for name in others]
 
 
-_WITH_A_RULE = {
-    *_ALWAYS, CLIPPED_LOW, CLIPPED_HIGH, "advantage", "advantage_square",
-    "correction_changed", "behaviour_ratio", "behaviour_ratio_square",
-    "gold_logprob", "gold_tokens",
-}  # fmt: skip
+_WITH_A_RULE = {*OWN_SUMS, CLIPPED_LOW, CLIPPED_HIGH}
 
 PASSES = 3
 """A backward pass costs two forward passes; recomputation does not count (arXiv 2204.02311)."""

@@ -149,18 +149,20 @@ class Trainer:
         *,
         version: int,
         prepared: Sequence[Prepared] = (),
+        is_first: bool = True,
         before_step: Callable[[], None] = lambda: None,
     ) -> list[Metric]:
         """One optimizer step; collective over all trainer ranks.
 
         version: policy version that is being trained from. The tokens sampled under it measure the
-        mismatch between trainer and generator logprobs, before the update.
+        mismatch between trainer and generator logprobs, before the update. is_first: the parameters
+        are those of the version; later minibatches measure it only by recomputed logprobs.
         prepared: as `prepare` returned it. before_step: called before the parameters change.
         A step whose gradient is not finite, or has exploded, is skipped and counted. Raises
         TrainingStopped when too many are, or when the mismatch is above its limit.
         """
         started = time.monotonic()
-        totals = self.accumulate(minibatch, version=version, prepared=prepared)
+        totals = self.accumulate(minibatch, version=version, prepared=prepared, is_first=is_first)
         # Before the step: a mismatch above its limit ends the run with the weights as they were.
         self._guard.check_mismatch(totals.mismatch, version=version)
         before_step()
@@ -214,8 +216,9 @@ class Trainer:
         *,
         version: int,
         prepared: Sequence[Prepared] = (),
+        is_first: bool = True,
     ) -> Totals:
-        """Gradient of a minibatch, left in the gradient buffers."""
+        """Gradient of a minibatch, left in the gradient buffers. is_first: see `update`."""
         inputs = self._passes.inputs(minibatch, prepared)
         if self._objective.cfg.has_soft_value:
             inputs = self._with_soft_values(inputs, minibatch)
@@ -230,7 +233,8 @@ class Trainer:
             taken: Iterator[PassInput], model: torch.nn.Module
         ) -> tuple[Tensor, Callable[..., tuple[Tensor, Tensor, Tensor]]]:
             batch, found = next(taken)
-            return self._passes.forward(batch, model), partial(self._loss, batch, version, found)
+            loss = partial(self._loss, batch, version, found, is_first=is_first)
+            return self._passes.forward(batch, model), loss
 
         reports = self._passes.forward_backward(inputs, step, is_training=True)
         if self._record is not None:
@@ -296,7 +300,13 @@ class Trainer:
         )
 
     def _loss(
-        self, batch: MicroBatch, version: int, prepared: Prepared, hidden: Tensor
+        self,
+        batch: MicroBatch,
+        version: int,
+        prepared: Prepared,
+        hidden: Tensor,
+        *,
+        is_first: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         values = self._values(batch, prepared, self._passes.select(batch, hidden))
         logprobs, entropy = values.logprobs, values.entropy
@@ -314,7 +324,8 @@ class Trainer:
         )
         if self._record is not None and _reports():
             self._record.keep(own, entropy, advantages)
-        is_current = tokens.is_real & (tokens.lags == 0)
+        is_of_version = is_first or prepared.proximal_logprobs is not None
+        is_current = tokens.is_real & (tokens.lags == 0) & is_of_version
         with torch.no_grad():
             report = self._sums.stack(
                 result.sums

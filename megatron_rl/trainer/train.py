@@ -118,10 +118,17 @@ def take_step(
     """
     prepared = trainer.prepare(batch.minibatches, before_swap=join)
     metrics.add(trainer.reference.metrics if trainer.reference is not None else ())
-    for minibatch in batch.minibatches:
-        # Popped, since what was prepared for a minibatch may be large.
-        mine = prepared.pop(0)
-        metrics.add(trainer.update(minibatch, version=batch.step, prepared=mine, before_step=join))
+    for number, minibatch in enumerate(batch.minibatches):
+        metrics.add(
+            trainer.update(
+                minibatch,
+                version=batch.step,
+                # Popped, since what was prepared for a minibatch may be large.
+                prepared=prepared.pop(0),
+                is_first=number == 0,
+                before_step=join,
+            )
+        )
     trainer.gather()
 
 

@@ -226,3 +226,11 @@ def test_an_unusable_template_or_variable_is_refused(
     (tmp_path / "binary").write_bytes(b"{{ \xff\xfe }}")
     with pytest.raises(ConfigError, match=message):
         load_text(tmp_path, f"[render]\n{text}\n")
+
+
+@pytest.mark.parametrize("key", ["optimizer.lr", "reward.correct", "reward.extra.0.weight"])
+def test_not_a_number_is_no_value(key: str) -> None:
+    extra = ["reward.extra.0.name=a", "reward.extra.0.function=a.b:c"]
+    with pytest.raises(ConfigError, match=rf"{key}.*\(given: nan\)"):
+        load_config(None, [*extra, f"{key}=nan"])
+    assert load_config(None, [*extra, f"{key}=0.5"]).reward.extra[0].name == "a"

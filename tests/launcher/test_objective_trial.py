@@ -31,6 +31,9 @@ def of_items(tokens, advantages, cfg):
 def broken(tokens, advantages, cfg):
     return PolicyLoss(tokens.log_probs * advantages, {})
 
+def renamed(tokens, advantages, cfg):
+    return PolicyLoss(tokens.logprobs * advantages, {"grad_norm": tokens.is_real.sum()})
+
 def capped(ratios, cfg):
     return ratios.clamp(max=2.0)
 
@@ -77,6 +80,7 @@ def test_right_parts_are_called_and_named_and_ours_are_not() -> None:
         ("policy_loss", "scalar", r"gives \[\] for 17 tokens, expected a tensor \[tokens\]"),
         ("policy_loss", "plain", r"returns a plain tensor, expected PolicyLoss\(values, sums\)"),
         ("policy_loss", "detached", "no finite gradient by tokens.logprobs"),
+        ("policy_loss", "renamed", r"sums\['grad_norm'\] would be mixed with our own figure"),
         ("policy_loss", "of_items", r"sums\['share'\] is no tensor of shape \[\]"),
         (
             "policy_loss",

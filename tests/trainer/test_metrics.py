@@ -5,12 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
 import torch.distributed as dist
 
+from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.sequence_cost import SequenceCost
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
-from megatron_rl.trainer.metrics import StepMetrics, Utilisation
+from megatron_rl.trainer.metrics import StepMetrics, SumsLayout, Utilisation
 from tests.distributed import run_ranks
 
 VALUES = {
@@ -55,3 +58,10 @@ def test_utilisation_is_three_passes_over_the_peak_of_all_ranks() -> None:
     unknown = replace(known, peak_flops=None)
     [speed] = unknown.metrics(flops=flops, tokens=16, seconds=2.0)
     assert speed.name == "train/tokens_per_s_per_gpu"
+
+
+def test_a_policy_loss_whose_sums_change_their_names_is_named() -> None:
+    layout = SumsLayout(("loss", "seen"))
+    assert layout.stack({"loss": torch.tensor(1.0), "seen": torch.tensor(2)}).tolist() == [1.0, 2.0]
+    with pytest.raises(InputError, match=r"algorithm\.policy_loss reported no sums\['seen'\]"):
+        layout.stack({"loss": torch.tensor(1.0), "other": torch.tensor(2)})

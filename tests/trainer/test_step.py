@@ -21,6 +21,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import TrainSequence
 from megatron_rl.trainer.forward_backward import output_weight
+from megatron_rl.trainer.mismatch import mismatch_metrics
 from megatron_rl.trainer.model.collate import MicroBatch
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.step import Trainer
@@ -285,3 +286,33 @@ def test_hidden_states_are_bfloat16_and_the_heads_gradient_is_float32(tmp_path: 
     # On CUDA Megatron's fusion is a choice, and the gradient is summed in the same place without.
     assert torch.equal(fused, plain) and fused.dtype is torch.float32
     assert not torch.equal(fused, fused.bfloat16().float())
+
+
+def measured_tokens(cfg: Config) -> list[float]:
+    """Tokens that measure the mismatch: in a batch's first minibatch, and in a later one."""
+    with open_policy(cfg) as policy:
+        trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 1)
+        share = my_share(20)
+        (prepared,) = trainer.prepare([share])
+        found = (
+            trainer.accumulate(share, version=0, prepared=prepared, is_first=is_first)
+            for is_first in (True, False)
+        )
+        return [
+            metric.value
+            for totals in found
+            for metric in mismatch_metrics(totals.mismatch)
+            if metric.name == "train/logprob_gap_tokens"
+        ]
+
+
+@pytest.mark.parametrize("old_logprobs", ["generator", "recompute"])
+def test_later_minibatches_measure_no_mismatch_after_the_updates_of_earlier_ones(
+    model_folder: Path, old_logprobs: str
+) -> None:
+    given = ["model.dtype=float32", f"algorithm.policy_loss.old_logprobs={old_logprobs}"]
+    cfg = load_config(None, [f"model.path={model_folder}", *given])
+    fresh = sum(int((s.token_versions == 0).sum()) for s in make_sequences())
+    assert fresh
+    expected = [fresh, fresh if old_logprobs == "recompute" else 0]
+    assert run_ranks(measured_tokens, 1, cfg) == [expected]

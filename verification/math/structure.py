@@ -56,8 +56,8 @@ from verification.math.regions import Region, same_region
 from verification.math.split import split_at
 from verification.math.text import normalise
 from verification.math.trees import ONE, ZERO, Tree, num, renamed, subtrees, symbols_of
-from verification.math.units import ANGLE, in_base_units, is_unit_mismatch, settle_units
-from verification.math.values import is_constant_ratio, same_value
+from verification.math.units import ANGLE, in_base_units, is_unit_mismatch, may_lack, settle_units
+from verification.math.values import is_constant_ratio, real_value, same_value
 from verification.verdict import Verdict
 
 MAX_ITEMS = 40
@@ -254,9 +254,11 @@ class _Comparison:
         if a.unit is None and b.unit is None:
             return _same_tree(a.tree, b.tree)
         if a.unit is None or b.unit is None:
-            if self._accept_missing_unit and _same_tree(a.tree, b.tree):
-                return True
             known = a.unit or b.unit
+            if self._accept_missing_unit and _same_tree(a.tree, b.tree):
+                value = real_value(a.tree)
+                if may_lack(known, None if value is None else float(value)):
+                    return True
             is_number = known is not None and known.dimension in ("", ANGLE)
             if not is_number:
                 return False

@@ -211,20 +211,31 @@ def same_quantity(
 ) -> bool:
     """Whether two numbers with units are equal; see `is_unit_mismatch` for why not.
 
-    Per cent is a factor: 50% = 0.5. Known units convert: 100 cm = 1 m.
+    Per cent is a factor: 50% = 0.5, and may lack where `may_lack` says so. Known units convert:
+    100 cm = 1 m.
     """
     (value, unit), (other_value, other_unit) = first, second
     if unit is None and other_unit is None:
         return value == other_value
     if unit is None or other_unit is None:
         known = unit or other_unit
-        if accept_missing_unit and value == other_value:
+        if accept_missing_unit and value == other_value and may_lack(known, value):
             return True
         if known is None or known.dimension:
             return False
     factor = unit.factor if unit else Fraction(1)
     other_factor = other_unit.factor if other_unit else Fraction(1)
     return not is_unit_mismatch(unit, other_unit) and value * factor == other_value * other_factor
+
+
+def may_lack(unit: Unit | None, value: float | Fraction | None) -> bool:
+    """Whether the other side may write the value without the unit.
+
+    Without its sign a percentage above 1 is still one: 25 of 25%. Up to 1 it is a share, and 0.5%
+    is not 0.5; nor is x% x. value: None if it is no number.
+    """
+    is_part = unit is not None and not unit.dimension and unit.factor < 1
+    return not is_part or (value is not None and abs(value) > 1)
 
 
 def in_base_units(tree: Tree, unit: Unit | None) -> Tree:

@@ -93,6 +93,19 @@ def test_missing_unit_is_accepted_only_by_choice(answer: str, reference: str) ->
         assert not compare(first, second, accept_missing_unit=False).is_correct
 
 
+@pytest.mark.parametrize(
+    ("number", "is_right"),
+    [("25", True), ("-20", True), ("12.5", True), ("50\\sqrt2", True), ("0", True),
+     ("1", False), ("0.5", False), ("\\frac14", False), ("\\frac{\\sqrt2}{2}", False),
+     ("x", False)],
+)  # fmt: skip
+def test_only_a_percentage_above_1_may_lack_its_sign(number: str, is_right: bool) -> None:
+    for pair in ((number, f"{number}\\%"), (f"{number}\\%", number)):
+        assert compare(*pair).is_correct == is_right
+    for share, percentage in (("0.005", "0.5\\%"), ("\\frac14", "25\\%")):
+        assert compare(share, percentage) == CORRECT
+
+
 def test_percent_is_a_number_even_where_units_must_be_given() -> None:
     assert compare("0.5", "50\\%", accept_missing_unit=False) == CORRECT
 
