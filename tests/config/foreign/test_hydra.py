@@ -228,6 +228,8 @@ def test_a_kl_in_reward_and_loss_is_named(tmp_path: Path) -> None:
     found, ours = imported(written(tmp_path, "a.yaml", text))
     assert (ours.algorithm.kl.placement, ours.algorithm.kl.coefficient) == ("loss", 0.01)
     assert {"algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"} <= set(found.no_counterpart)
+    [note] = [line for line in found.to_check if line.startswith("algorithm.kl:")]
+    assert "in the reward too, with coefficient 0.05" in note
 
 
 def test_correction_of_verl_needs_the_trainers_logprobs(tmp_path: Path) -> None:

@@ -224,6 +224,13 @@ def test_rewards_over_the_batch_of_trl_are_to_check(tmp_path: Path) -> None:
     assert "rewards of the generation batch" in note
 
 
+def test_advantages_over_the_batch_of_verl_are_to_check(tmp_path: Path) -> None:
+    text = (VERL % "clip_ratio: 0.2").replace("grpo", "reinforce_plus_plus_baseline")
+    found, ours = imported(written(tmp_path, "a.yaml", text))
+    assert ours.algorithm.normalization.name == "minibatch"
+    assert any("over the tokens of the batch there" in line for line in found.to_check)
+
+
 def test_a_value_of_the_preset_in_place_of_an_unknown_one_is_to_check(tmp_path: Path) -> None:
     words = (
         "actor_rollout_ref.actor.kl_loss_coef=$COEF",
