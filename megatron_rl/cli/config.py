@@ -250,7 +250,7 @@ class ImportOptions:
     "Write our TOML for settings of verl, TRL, prime-rl or slime; it runs nothing.",
 )
 def import_files(options: ImportOptions, console: Console) -> int:
-    """Exit code: 0, 1 (what was written does not load yet), 2 (bad input)."""
+    """Exit code: 0, 1 (refused, or what was written does not load yet), 2 (bad input)."""
     if options.out is not None and options.out.exists():
         raise InputError(f"--out {options.out} is there already: name a new file")
     words = [word for word in options.files if "=" in word and not Path(word).exists()]
@@ -258,6 +258,10 @@ def import_files(options: ImportOptions, console: Console) -> int:
     if not paths:
         raise InputError("name a file: a script, YAML or TOML of verl, TRL, prime-rl or slime")
     found = import_settings(read_foreign(paths, words))
+    if found.refused:
+        for text in found.refused:
+            say(console, text)
+        return 1
     if options.out is None:
         print(found.toml(), end="", file=console.file)
     else:

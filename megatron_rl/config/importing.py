@@ -17,9 +17,10 @@ from megatron_rl.config.derived import DEFAULT_PRESET, DERIVED
 from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.files import REQUIRED, load_config, resolve
 from megatron_rl.config.foreign import prime, slime, trl, verl
-from megatron_rl.config.foreign.rules import NoCounterpart, Rule, rule_of
+from megatron_rl.config.foreign.rules import Nearest, NoCounterpart, Refused, Rule, rule_of
 from megatron_rl.config.foreign.settings import PRIME, SLIME, TRL, VERL, Foreign, Unread
 from megatron_rl.config.layers import Layers, leaves
+from megatron_rl.config.presets import PRESETS
 from megatron_rl.config.reference import tables, value_text
 from megatron_rl.config.tree import Config
 
@@ -57,7 +58,9 @@ class Imported:
     unknown: dict[str, str] = field(default_factory=dict)
     """Their key -> keys of ours whose name is near; empty: none is."""
     to_check: list[str] = field(default_factory=list)
-    """What the file cannot tell."""
+    """What the file cannot tell, and where ours differs."""
+    refused: list[str] = field(default_factory=list)
+    """Their keys of objectives that are not here: there is nothing to write. Empty: none."""
     fault: str = ""
     """What does not hold, for `load_config`; empty: it loads."""
 
@@ -112,8 +115,9 @@ def import_settings(foreign: Foreign) -> Imported:
     """Ours for theirs; says in `fault` what `load_config` refuses."""
     found = Imported(foreign.system)
     table = _TABLES[foreign.system]
-    rules, defaults = table.RULES, table.DEFAULTS
     plain = {_plain(key, foreign.system): key for key in reversed(foreign.values)}
+    rules = table.RULES
+    defaults = verl.defaults(plain) if foreign.system == VERL else table.DEFAULTS
     values = defaults | {name: foreign.values[key] for name, key in plain.items()}
     known = {key: v for key, v in values.items() if not isinstance(v, Unread)}
     taken: dict[str, list[str]] = {}
@@ -130,6 +134,7 @@ def import_settings(foreign: Foreign) -> Imported:
                 taken[key] = _take(found, rule, value, known, key)
             except NoCounterpart as error:
                 found.no_counterpart[key] = str(error)
+                _note_refusal(found, error)
     for key, value in defaults.items():
         if key not in plain:
             _take_default(found, rules[key], value, known, key)
@@ -137,14 +142,14 @@ def import_settings(foreign: Foreign) -> Imported:
         if why != _IN_TURN or not any(name.startswith("async_training.") for name in plain):
             _put(found, {key: value}, why)
     _make_room(found)
+    found.to_check += [*table.checks(known, found.values), *_left_to_preset(found)]
     _drop_defaults(found)
     for key, ours in taken.items():
         if any(one in found.values for one in ours):
             found.mapped.append(key)
         else:
             found.default_here.append(key)
-    found.to_check += table.checks(known)
-    found.fault = _fault(found)
+    found.fault = "\n".join(found.refused) or _fault(found)
     return found
 
 
@@ -175,7 +180,20 @@ def _take(
         raise NoCounterpart(f"needs {error.args[0]}, whose value is not known") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise NoCounterpart(f"the value has an unexpected form ({error})") from error
+    _note(found, ours)
     return _put(found, ours, key)
+
+
+def _note_refusal(found: Imported, error: ValueError | KeyError | TypeError) -> None:
+    """Add the text of a refusal, once for all keys that a rule combines."""
+    if isinstance(error, Refused) and str(error) not in found.refused:
+        found.refused.append(str(error))
+
+
+def _note(found: Imported, ours: dict[str, Any]) -> None:
+    """Say what differs, once for all keys that a rule combines."""
+    if isinstance(ours, Nearest) and ours.differs not in found.to_check:
+        found.to_check.append(ours.differs)
 
 
 def _put(found: Imported, ours: dict[str, Any], origin: str) -> list[str]:
@@ -212,9 +230,11 @@ def _take_default(
     """Their default, where the file does not say otherwise."""
     try:
         ours = rule(value, known) if not isinstance(rule, str) else {}
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError) as error:
+        _note_refusal(found, error)
         # What it belongs to is not as they have it, and is named where it was given.
         return
+    _note(found, ours)
     origin = f"{key} is not given: the default of {found.system}"
     _put(found, {k: v for k, v in ours.items() if k not in found.values}, origin)
 
@@ -249,6 +269,21 @@ def _drop_defaults(found: Imported) -> None:
     for key, value in list(found.values.items()):
         if key in ours and (type(value) is bool, value) == (type(ours[key]) is bool, ours[key]):
             del found.values[key], found.origins[key]
+
+
+def _left_to_preset(found: Imported) -> list[str]:
+    """Values of the preset alone, where theirs is not known. What has no effect is left out."""
+    preset = PRESETS[found.values.get("algorithm.preset", DEFAULT_PRESET)].values
+    unread = ["algorithm.reference."]
+    if found.values.get("algorithm.kl.placement") == "none":
+        unread.append("algorithm.kl.")
+    if found.values.get("algorithm.policy_loss.name") == "reinforce":
+        unread.append("algorithm.policy_loss.")
+    return [
+        f"{key}: {value_text(value)} is of the preset; the file does not tell theirs"
+        for key, value in leaves({"algorithm": preset}, "")
+        if key not in found.values and not key.startswith(tuple(unread))
+    ]
 
 
 def _fault(found: Imported) -> str:

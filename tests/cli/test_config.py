@@ -162,3 +162,13 @@ def test_import_writes_a_configuration_and_never_over_a_file(
     script.write_text("GRPOConfig(num_generations=1)")
     code, text = call(monkeypatch, "import", str(script))
     assert code == 1 and "it does not load yet" in text
+
+
+def test_import_refuses_an_objective_that_is_not_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, out = tmp_path / "grpo.py", tmp_path / "ours.toml"
+    script.write_text("GRPOConfig(num_generations=4, loss_type='sapo')")
+    code, text = call(monkeypatch, "import", str(script), "--out", str(out))
+    assert code == 1 and not out.exists()
+    assert all(word in text for word in ("loss_type = 'sapo'", "dr_grpo", "nearest, dapo"))

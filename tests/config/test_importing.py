@@ -172,6 +172,21 @@ def test_a_script_of_trl_is_read_and_not_run(tmp_path: Path) -> None:
     assert set(found.unknown) == {"wibble"}
 
 
+def test_a_script_of_trl_with_an_environment(tmp_path: Path) -> None:
+    script = "args = GRPOConfig(num_generations=4, num_train_epochs=1, warmup_ratio=0.05)\n"
+    script += "GRPOTrainer(model='a/b', args=args, environment_factory=CounterEnv, tools=[add])\n"
+    found, ours = imported(written(tmp_path, "grpo.py", script))
+    assert found.unknown == {}
+    for key in ("environment_factory", "tools"):
+        assert "docs/moving.md" in found.no_counterpart[key]
+    assert any(line.startswith("reward.tasks: without an env") for line in found.to_check)
+    # The file does not tell the number of steps.
+    assert (ours.train.epochs, ours.optimizer.warmup_steps) == (1, 0)
+    assert any("0.05 of all optimizer steps" in line for line in found.to_check)
+    _, ours = imported(written(tmp_path, "share.py", "GRPOConfig(max_steps=50, warmup_steps=0.1)"))
+    assert ours.optimizer.warmup_steps == 5
+
+
 def test_a_yaml_of_trl(tmp_path: Path) -> None:
     text = "model_name_or_path: m/m\ndataset_name: a/b\nlearning_rate: 1e-5\nnum_generations: 4\n"
     text += "beta: 0.01\nper_device_train_batch_size: 2\n"

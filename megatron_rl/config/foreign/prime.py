@@ -1,6 +1,7 @@
 """Keys of prime-rl (TOML of rl, trainer, orchestrator and inference)."""
 
 import re
+from collections.abc import Container
 from typing import Any
 
 from megatron_rl.config.foreign.rules import (
@@ -328,8 +329,8 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def checks(values: Values) -> list[str]:
-    """What a reader of our file must decide."""
+def checks(values: Values, given: Container[str]) -> list[str]:
+    """What a reader of our file must decide. given: our keys that it gives."""
     found = [_LOSS]
     if _size(values) is None:
         found.append("train.group_size: not given; older releases sample 1 completion")

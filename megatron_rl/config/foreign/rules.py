@@ -7,9 +7,9 @@ function of the value and of all values of the file that returns ours, by key.
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NoReturn
 
 Values = Mapping[str, Any]
 Convert = Callable[[Any, Values], dict[str, Any]]
@@ -20,6 +20,10 @@ NOTHING: dict[str, Any] = {}
 SPEED = "speed or memory of their processes; `megatron-rl plan` tells what fits here"
 MEMORY = 'generator.kv_tokens "auto" takes the memory that weights leave'
 LORA = "all weights are trained here"
+ENVIRONMENT = (
+    "turns and tools are an environment here, reward.tasks.NAME.environment (docs/moving.md, "
+    "docs/agents.md)"
+)
 # Engines on the trainer's GPUs free their memory while it works.
 COLOCATED = {
     "generator.colocate": True, "generator.release_memory": True,
@@ -31,6 +35,27 @@ SCHEDULES = {name: name for name in ("constant", "linear", "cosine")}
 
 class NoCounterpart(ValueError):
     """A value that nothing here corresponds to; the text says why, and what to do."""
+
+
+class Refused(NoCounterpart):
+    """A value without which a run would train another objective: the import fails."""
+
+
+class Nearest(dict[str, Any]):
+    """Values of ours, by key, that come nearest to theirs."""
+
+    def __init__(self, values: Mapping[str, Any], differs: str) -> None:
+        super().__init__(values)
+        self.differs = differs
+        """Our key, and what differs; the file says it."""
+
+
+def refuse(key: str, value: Any, allowed: Iterable[str], nearest: str) -> NoReturn:
+    """Raise Refused for the value of a key of theirs."""
+    raise Refused(
+        f"{key} = {value!r} is an objective that is not here, and a run would train another one. "
+        f"Allowed: {', '.join(allowed)}. Set {key} to the nearest, {nearest}, to import the file"
+    )
 
 
 def to(key: str, convert: Callable[[Any], Any] | None = None) -> Convert:
@@ -81,13 +106,52 @@ def kl_penalty(placement: str, coefficient: Any) -> dict[str, Any]:
         return {"algorithm.kl.placement": "none", "algorithm.reference.policy": "none"}
     estimator = "forward_kl" if placement == "loss" else "k1"
     return {"algorithm.kl.placement": placement, "algorithm.kl.estimator": estimator,
-            "algorithm.kl.coefficient": coefficient}  # fmt: skip
+            "algorithm.kl.coefficient": coefficient,
+            "algorithm.reference.policy": "start"}  # fmt: skip
 
 
-def check_kl_in_loss(kind: Any) -> None:
-    """Raise NoCounterpart for an estimate that is not k3."""
-    if kind not in ("low_var_kl", "k3"):
-        raise NoCounterpart("in the loss choose algorithm.kl.estimator k2, forward_kl or exact")
+def kl_in_loss(key: str, kind: Any, coefficient: Any) -> dict[str, Any]:
+    """The KL in the loss as verl and slime estimate it. Raises Refused.
+
+    key: theirs, of the kind. l, the log ratio to the reference, is theirs and ours.
+    """
+    if kind in ("low_var_kl", "k3"):
+        return kl_penalty("loss", coefficient)
+    # With "+" the gradient is that of k2, whatever the value is.
+    has_gradient_of_k2 = kind in ("mse", "k2") or str(kind).endswith("+")
+    if not has_gradient_of_k2 and kind not in ("kl", "k1"):
+        refuse(key, kind, ("low_var_kl (k3)", "mse (k2)", "k1", "low_var_kl+"), "low_var_kl")
+    # The gradient of l^2 / 2 is l times that of the logprob: an advantage of -l.
+    ours = kl_penalty("reward", coefficient) | {"algorithm.kl.horizon": "token"}
+    if has_gradient_of_k2:
+        differs = (
+            f"the gradient of {kind} in the loss is that of k1 in each token's advantage. Here the "
+            "clipping of the policy loss, and algorithm.correction, apply to it too"
+        )
+    else:
+        differs = (
+            f"the gradient of {kind} in the loss is 0 on average, so it holds nothing there. Here "
+            'the coefficient holds the policy; algorithm.kl.placement="none" repeats theirs'
+        )
+    return Nearest(ours, f"algorithm.kl: {differs}")
+
+
+def times(norm: float, divisor: Any) -> dict[str, Any]:
+    """The clipping of gradients where their loss is divided by a number, and ours is not."""
+    return {"optimizer.clip_grad_norm": norm * (divisor or 1)}
+
+
+def undivided(divisor: Any, name: str) -> Nearest:
+    """Sums over sequences; divisor: what they divide the loss by, None: not known; name: of it."""
+    if divisor:
+        scale = f"clip_grad_norm is theirs times {divisor}, so that it clips the same"
+    else:
+        scale = "multiply clip_grad_norm by it to clip the same"
+    return Nearest(
+        {"algorithm.aggregation.name": "sequence_sum"},
+        f"optimizer.clip_grad_norm: their loss is divided by {name}, and sequence_sum is not: "
+        f"{scale}. AdamW's steps do not depend on the factor",
+    )
 
 
 def clip(low: float, high: float | None) -> dict[str, Any]:
@@ -109,6 +173,15 @@ def truncated(high: float) -> dict[str, Any]:
         "algorithm.correction.name": "truncated", "algorithm.correction.high": high,
         "algorithm.policy_loss.old_logprobs": "recompute",
     }  # fmt: skip
+
+
+def unknown_warmup(share: float) -> dict[str, Any]:
+    """The warm-up over a share of a number of steps that the file does not tell."""
+    return Nearest(
+        {"optimizer.warmup_steps": 0},
+        f"optimizer.warmup_steps: {share:g} of all optimizer steps there, whose number the file "
+        "does not tell; 0 is written",
+    )
 
 
 def offload(value: Any, _: Values) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.foreign.expression import value_of
 from megatron_rl.config.foreign.settings import TRL, WHY, Foreign, Unread
 
+PROGRAMS = ("environment_factory", "tools", "rollout_func")
+"""Arguments of GRPOTrainer that are code for several turns."""
 _DATA_ARGUMENTS = ("path", "name", "data_dir", "data_files", "split")
 
 
@@ -71,7 +73,7 @@ class _Script:
             values[f"**{ast.unparse(key.value)}"] = Unread("**", WHY)
         elif key.arg in ("train_dataset", "eval_dataset"):
             self.add_data(values, key.arg, key.value, call.lineno)
-        elif key.arg in ("reward_funcs", "peft_config"):
+        elif key.arg in ("reward_funcs", "peft_config", *PROGRAMS):
             values[key.arg] = ast.unparse(key.value)
         elif not (name == "GRPOTrainer" and key.arg == "args"):
             values[key.arg] = self.value(key.value, call.lineno)

@@ -1,6 +1,7 @@
 """Flags of slime's launch scripts (train.py, train_async.py), without their --."""
 
 import json
+from collections.abc import Container
 from typing import Any
 
 from megatron_rl.config.foreign.rules import (
@@ -14,10 +15,10 @@ from megatron_rl.config.foreign.rules import (
     NoCounterpart,
     Rule,
     Values,
-    check_kl_in_loss,
     choice,
     clip,
     each,
+    kl_in_loss,
     kl_penalty,
     lengths,
     needs,
@@ -70,11 +71,10 @@ def _estimator(value: Any, values: Values) -> dict[str, Any]:
 def _kl(_: Any, values: Values) -> dict[str, Any]:
     """A coefficient of 0 measures the KL without using it."""
     in_loss = values["kl-loss-coef"] if values.get("use-kl-loss") else 0
-    coefficient = in_loss or values["kl-coef"]
     if in_loss:
-        check_kl_in_loss(values.get("kl-loss-type"))
-    placement = "loss" if in_loss else "reward"
-    return kl_penalty(placement if coefficient else "none", coefficient)
+        return kl_in_loss("kl-loss-type", values.get("kl-loss-type", "k1"), in_loss)
+    coefficient = values["kl-coef"]
+    return kl_penalty("reward" if coefficient else "none", coefficient)
 
 
 def _gpus(_: Any, values: Values) -> dict[str, Any]:
@@ -268,10 +268,10 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def checks(values: Values) -> list[str]:
-    """What a reader of our file must decide."""
+def checks(values: Values, given: Container[str]) -> list[str]:
+    """What a reader of our file must decide. given: our keys that it gives."""
     found = ["reward.tasks: slime chooses a reward by rm-type; `megatron-rl data show` tells ours"]
-    if not values.get("use-rollout-logprobs"):
+    if "algorithm.policy_loss.old_logprobs" not in given:
         found.append(
             "algorithm.policy_loss.old_logprobs: slime recomputes them; the default takes the "
             "engine's"

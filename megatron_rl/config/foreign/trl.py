@@ -1,10 +1,12 @@
 """Keys of TRL (GRPOConfig, GRPOTrainer, load_dataset; YAML of `trl grpo`)."""
 
 import math
+from collections.abc import Container
 from typing import Any
 
 from megatron_rl.config.foreign import trl_data
 from megatron_rl.config.foreign.rules import (
+    ENVIRONMENT,
     LORA,
     MEMORY,
     NOTHING,
@@ -12,6 +14,7 @@ from megatron_rl.config.foreign.rules import (
     SCHEDULES,
     SPEED,
     Convert,
+    Nearest,
     NoCounterpart,
     Rule,
     Values,
@@ -25,7 +28,11 @@ from megatron_rl.config.foreign.rules import (
     positive,
     product,
     ratio,
+    refuse,
+    times,
     to,
+    undivided,
+    unknown_warmup,
 )
 
 
@@ -68,8 +75,15 @@ def _warmup(value: float, values: Values) -> dict[str, Any]:
         return NOTHING
     steps = values.get("max_steps", -1)
     if steps <= 0:
-        raise NoCounterpart("a share of max_steps: give the steps as optimizer.warmup_steps")
+        return unknown_warmup(value)
     return {"optimizer.warmup_steps": math.ceil(value * steps)}
+
+
+def _warmup_steps(value: float, values: Values) -> dict[str, Any]:
+    """Optimizer steps, or below 1 a share of all of them."""
+    if 0 < value < 1:
+        return _warmup(value, dict(values) | {"warmup_steps": 0})
+    return {"optimizer.warmup_steps": value} if value or not values.get("warmup_ratio") else NOTHING
 
 
 def _system_prompt(value: str, _: Values) -> dict[str, Any]:
@@ -135,14 +149,59 @@ def _context(_: Any, values: Values) -> dict[str, Any]:
     return lengths(values["max_completion_length"], prompt, context)
 
 
-def _loss(value: Any, _: Values) -> dict[str, Any]:
-    names = {"grpo": "sequence_mean", "dapo": "batch_tokens", "bnpo": "batch_tokens",
-             "dr_grpo": "sequence_sum"}  # fmt: skip
-    if value == "cispo":
-        return {"algorithm.preset": "cispo"}
+def _loss(value: Any, values: Values) -> dict[str, Any]:
+    names = {"dapo": "batch_tokens", "grpo": "sequence_mean", "bnpo": "batch_tokens",
+             "dr_grpo": "sequence_sum", "cispo": "batch_tokens"}  # fmt: skip
     if value not in names:
-        raise NoCounterpart("`megatron-rl algorithms` lists the policy losses")
-    return {"algorithm.preset": "grpo", "algorithm.aggregation.name": names[value]}
+        refuse("loss_type", value, names, "dapo")
+    if value == "dr_grpo":
+        divided = undivided(_divisor(values), "max_completion_length")
+        return Nearest({"algorithm.preset": "grpo", **divided}, divided.differs)
+    ours = {
+        "algorithm.preset": "cispo" if value == "cispo" else "grpo",
+        "algorithm.aggregation.name": names[value],
+    }
+    if value == "bnpo":
+        differs = "the mean over tokens of a microbatch there, of a minibatch here"
+        return Nearest(ours, f"algorithm.aggregation: {differs}")
+    return ours
+
+
+def _divisor(values: Values) -> Any:
+    """The number that TRL divides the loss by, beyond our weights of tokens; None: none."""
+    return values.get("max_completion_length") if values["loss_type"] == "dr_grpo" else None
+
+
+def _clip(_: Any, values: Values) -> dict[str, Any]:
+    low, high = values["epsilon"], values.get("epsilon_high")
+    if values["loss_type"] != "cispo":
+        return clip(low, high)
+    # The bound of the ratio itself, and from above only.
+    bound = low if high is None else high
+    if bound <= 1:
+        refuse("epsilon_high", bound, ["above 1 with loss_type cispo: it bounds the ratio"], "5.0")
+    return {"algorithm.policy_loss.eps_low": 1.0, "algorithm.policy_loss.eps_high": bound - 1}
+
+
+def _scale(value: Any, _: Values) -> dict[str, Any]:
+    names = {True: "group", "group": "group", False: "none", "none": "none", "batch": "minibatch"}
+    if value not in names:
+        refuse("scale_rewards", value, ("group", "batch", "none"), "group")
+    ours = {"algorithm.normalization.name": names[value]}
+    if value != "batch":
+        return ours
+    return Nearest(
+        ours,
+        "algorithm.normalization: TRL divides by the standard deviation of the rewards of the "
+        "generation batch; minibatch divides by that of the advantages (rewards minus the mean of "
+        "their group) of a minibatch, which is smaller, so advantages are larger here",
+    )
+
+
+def _level(value: Any, _: Values) -> dict[str, Any]:
+    if value not in ("token", "sequence"):
+        refuse("importance_sampling_level", value, ("token", "sequence"), "token")
+    return {"algorithm.policy_loss.level": value}
 
 
 def _every(key: str, strategy: str, usual: str) -> Convert:
@@ -182,19 +241,18 @@ RULES: dict[str, Rule] = {
     **{name: _sampled(name) for name in ("temperature", "top_p", "top_k", "min_p")},
     "repetition_penalty": only(1.0, "it would change the logprobs of completions"),
     "beta": lambda value, _: kl_penalty("loss" if value else "none", value),
-    "epsilon": lambda value, values: clip(value, values.get("epsilon_high")),
-    "epsilon_high": to("algorithm.policy_loss.eps_high"),
-    "delta": to("algorithm.policy_loss.dual_clip"),
+    "epsilon": _clip,
+    "epsilon_high": lambda value, values: (
+        _clip(value, values)
+        if values["loss_type"] == "cispo"
+        else {"algorithm.policy_loss.eps_high": value}
+    ),
+    "delta": lambda value, values: (
+        NOTHING if values["loss_type"] == "cispo" else {"algorithm.policy_loss.dual_clip": value}
+    ),
     "loss_type": _loss,
-    "scale_rewards": choice(
-        "algorithm.normalization.name",
-        {True: "group", "group": "group", False: "none", "none": "none", "batch": "minibatch"},
-        "algorithm.normalization is group, minibatch or none",
-    ),
-    "importance_sampling_level": choice(
-        "algorithm.policy_loss.level", {"token": "token", "sequence": "sequence"},
-        "algorithm.policy_loss.level is token or sequence",
-    ),
+    "scale_rewards": _scale,
+    "importance_sampling_level": _level,
     "mask_truncated_completions": only(False, "completions at the limit count, with their reward"),
     "vllm_importance_sampling_correction": _correction,
     "vllm_importance_sampling_mode": _correction,
@@ -206,14 +264,12 @@ RULES: dict[str, Rule] = {
         SCHEDULE,
     ),
     "lr_scheduler_kwargs": _least,
-    "warmup_steps": lambda value, values: (
-        {"optimizer.warmup_steps": value} if value or not values.get("warmup_ratio") else NOTHING
-    ),
+    "warmup_steps": _warmup_steps,
     "warmup_ratio": _warmup,
     "weight_decay": to("optimizer.weight_decay"),
     "adam_beta1": to("optimizer.beta1"),
     "adam_beta2": to("optimizer.beta2"),
-    "max_grad_norm": to("optimizer.clip_grad_norm"),
+    "max_grad_norm": lambda value, values: times(value, _divisor(values)),
     "optim": "AdamW with float32 masters trains here",
     "bf16": choice("model.dtype", {True: "bfloat16", False: "float32"}, "model.dtype is a dtype"),
     "fp16": only(False, "model.dtype is bfloat16, or float32"),
@@ -262,6 +318,7 @@ RULES: dict[str, Rule] = {
         "model.head_dtype", {True: "float32", False: None}, "model.head_dtype is a dtype"
     ),
     "reward_*": _REWARD,
+    **each("", "environment_factory tools rollout_func max_tool_calling_iterations", ENVIRONMENT),
     "processing_class": "the model's folder has the tokenizer",
     **each("", "benchmarks do_eval overwrite_output_dir do_train", _SCRIPT),
     "callbacks": "RUN/metrics.jsonl has the metrics",
@@ -307,14 +364,19 @@ DEFAULTS: dict[str, Any] = {
     "warmup_steps": 0,
     "weight_decay": 0.0,
     "adam_beta2": 0.999,
+    "max_grad_norm": 1.0,
     "save_steps": 500,
     "eval_strategy": "no",
 }
 
 
-def checks(values: Values) -> list[str]:
-    """What a reader of our file must decide."""
+def checks(values: Values, given: Container[str]) -> list[str]:
+    """What a reader of our file must decide. given: our keys that it gives."""
     found = trl_data.checks(values)
+    if values.keys() & {"environment_factory", "tools", "rollout_func"}:
+        found.append(
+            f"reward.tasks: without an environment a completion has one turn: {ENVIRONMENT}"
+        )
     if "num_processes" in values:
         found.append("generator.replicas: the GPUs of vLLM, besides those of parallel.data")
         return found

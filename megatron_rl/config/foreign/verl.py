@@ -1,9 +1,12 @@
 """Keys of verl (trainer.main_ppo)."""
 
+from collections.abc import Container
 from typing import Any
 
+from megatron_rl.config.foreign import verl_objective as objective
 from megatron_rl.config.foreign import verl_values as ours
 from megatron_rl.config.foreign.rules import (
+    ENVIRONMENT,
     LORA,
     MEMORY,
     NOTHING,
@@ -25,7 +28,7 @@ from megatron_rl.config.foreign.rules import (
     truncated,
 )
 
-_A, _R, _M, _CORRECTION = ours.ACTOR, ours.ROLLOUT, ours.MEGATRON, ours.CORRECTION
+_A, _R, _M, _CORRECTION = ours.ACTOR, ours.ROLLOUT, ours.MEGATRON, objective.CORRECTION
 _STARTS = ("ppo_trainer", "ppo_megatron_trainer")
 OWN_FILES = (
     *_STARTS, "actor/*_actor", "critic/*_critic", "ref/*_ref",
@@ -40,6 +43,7 @@ _TESTS = "a reward there; here [reward.tasks] and [[reward.extra]], see docs/ext
 _LOADER = "a setting of their loader; `megatron-rl data show` shows what ours reads"
 _PROCESS = "a setting of their trainer process; docs/run-folder.md names what a run leaves"
 _LONG = "prompts that do not fit generator.context_tokens are counted and left out here"
+_SYNC = "weights are synced after every batch here"
 _FULL = to("model.recompute", lambda value: "full" if value else "none")
 
 
@@ -57,15 +61,15 @@ def _of_yaml(value: str, values: Values) -> dict[str, Any]:
 
 
 RULES: dict[str, Rule] = {
-    "algorithm.adv_estimator": ours.estimator,
-    "algorithm.norm_adv_by_std_in_grpo": lambda value, values: ours.estimator(
+    "algorithm.adv_estimator": objective.estimator,
+    "algorithm.norm_adv_by_std_in_grpo": lambda value, values: objective.estimator(
         values["algorithm.adv_estimator"], values
     ),
-    "algorithm.use_kl_in_reward": ours.reward_kl,
-    "algorithm.kl_ctrl.kl_coef": needs("algorithm.use_kl_in_reward", ours.reward_kl),
+    "algorithm.use_kl_in_reward": objective.reward_kl,
+    "algorithm.kl_ctrl.kl_coef": needs("algorithm.use_kl_in_reward", objective.reward_kl),
     "algorithm.kl_ctrl.type": only("fixed", "the coefficient is fixed here"),
     "algorithm.kl_ctrl.*": "the coefficient is fixed here",
-    "algorithm.kl_penalty": only("kl", "algorithm.kl.estimator names ours"),
+    "algorithm.kl_penalty": needs("algorithm.use_kl_in_reward", objective.reward_kl),
     "algorithm.gamma": only(1.0, "tokens are not discounted here"),
     "algorithm.lam": "a critic's; there is none here",
     "algorithm.filter_groups.enable": choice(
@@ -74,7 +78,7 @@ RULES: dict[str, Rule] = {
     "algorithm.filter_groups.*": "the queue fills the batch with further groups by itself",
     "data.train_files": ours.sources,
     "data.val_files": ours.sets,
-    "data.train_batch_size": to("train.prompts_per_batch"),
+    "data.train_batch_size": ours.batch,
     "data.max_prompt_length": ours.prompt,
     "data.max_response_length": ours.context,
     "data.seed": to("run.seed"),
@@ -110,34 +114,28 @@ RULES: dict[str, Rule] = {
     ),
     f"{_A}.optim.min_lr": ours.least_lr,
     f"{_A}.optim.min_lr_ratio": to("optimizer.min_lr_ratio"),
-    f"{_A}.optim.clip_grad": to("optimizer.clip_grad_norm"),
-    f"{_A}.grad_clip": to("optimizer.clip_grad_norm"),
+    f"{_A}.optim.clip_grad": objective.clip_norm,
+    f"{_A}.grad_clip": objective.clip_norm,
     **dict.fromkeys(
         (f"{_A}.optim.{n}" for n in ("lr_scheduler_type", "warmup_style", "lr_decay_style")),
         choice("optimizer.lr_schedule", SCHEDULES, SCHEDULE),
     ),
     f"{_A}.optim.*": "a setting of their optimizer; [optimizer] is AdamW",
-    f"{_A}.use_kl_loss": ours.kl,
-    f"{_A}.kl_loss_coef": needs(f"{_A}.use_kl_loss", ours.kl),
-    f"{_A}.kl_loss_type": needs(f"{_A}.use_kl_loss", ours.kl),
-    f"{_A}.clip_ratio": ours.clip,
-    f"{_A}.clip_ratio_low": to("algorithm.policy_loss.eps_low"),
-    f"{_A}.clip_ratio_high": to("algorithm.policy_loss.eps_high"),
-    f"{_A}.clip_ratio_c": to("algorithm.policy_loss.dual_clip"),
+    f"{_A}.use_kl_loss": objective.kl,
+    f"{_A}.kl_loss_coef": needs(f"{_A}.use_kl_loss", objective.kl),
+    f"{_A}.kl_loss_type": needs(f"{_A}.use_kl_loss", objective.kl),
+    f"{_A}.clip_ratio": objective.clip,
+    f"{_A}.clip_ratio_low": objective.clip_low,
+    f"{_A}.clip_ratio_high": objective.clip_high,
+    f"{_A}.clip_ratio_c": objective.dual_clip,
     f"{_A}.entropy_coeff": to("algorithm.entropy.coefficient"),
-    f"{_A}.loss_agg_mode": choice(
-        "algorithm.aggregation.name",
-        {"token-mean": "batch_tokens", "seq-mean-token-mean": "sequence_mean",
-         "seq-mean-token-sum": "sequence_sum"},
-        "algorithm.aggregation sequence_sum is the same except for a constant factor",
-    ),
+    objective.WEIGHTS: objective.weights,
+    f"{_A}.loss_scale_factor": "optimizer.clip_grad_norm has it, with seq-mean-token-sum-norm",
     f"{_A}.use_token_level_loss": choice(
         "algorithm.aggregation.name", {True: "batch_tokens"}, "loss_agg_mode names theirs today"
     ),
-    f"{_A}.policy_loss.loss_mode": choice(
-        "algorithm.policy_loss.level", {"vanilla": "token", "gspo": "sequence"},
-        "`megatron-rl algorithms` lists the policy losses",
-    ),
+    objective.LOSS: objective.loss,
+    f"{_A}.use_rollout_log_probs": objective.old_logprobs,
     f"{_A}.ppo_mini_batch_size": ours.minibatches,
     f"{_A}.ppo_epochs": only(1, "each group is trained on once; replay.buffer_groups repeats them"),
     f"{_A}.use_dynamic_bsz": only(True, "microbatches are always packed by tokens here"),
@@ -181,19 +179,26 @@ RULES: dict[str, Rule] = {
         "skip_* update_weights_bucket_megabytes layer_name_map prometheus.* "
         "enable_prefix_caching data_parallel_size expert_parallel_size over_sample_rate "
         "pipeline_model_parallel_size", _ENGINE),
-    f"{_R}.multi_turn.enable": only(False, "completions have one turn here"),
+    f"{_R}.multi_turn.enable": only(False, ENVIRONMENT),
     f"{_R}.calculate_log_probs": only(True, "engines always give the logprobs here"),
-    **each(f"{_R}.", "multi_turn.* agent.*", "completions have one turn here"),
+    **each(f"{_R}.", "multi_turn.* agent.*", ENVIRONMENT),
     "trainer.total_epochs": ours.epochs,
     "trainer.total_training_steps": to("train.steps"),
     "trainer.save_freq": to("checkpoint.every_steps", positive),
-    "trainer.test_freq": to("eval.every_steps", positive),
+    "trainer.test_freq": ours.eval_every,
     "trainer.max_actor_ckpt_to_keep": to("checkpoint.keep_last"),
     "trainer.n_gpus_per_node": ours.gpus,
     "trainer.nnodes": ours.gpus,
     "rollout.n_gpus_per_node": ours.gpus,
     "rollout.nnodes": ours.gpus,
+    ours.PROMPTS: ours.steps,
+    "rollout.total_epochs": ours.epochs,
+    "rollout.test_freq": ours.eval_every,
     "rollout.*": "settings of its engines; [generator], [sampling] and [train] have ours",
+    "async_training.require_batches": ours.minibatches,
+    "async_training.trigger_parameter_sync_step": only(1, _SYNC),
+    "async_training.partial_rollout": only(True, "no weight sync ends a completion here"),
+    "async_training.use_rollout_log_probs": objective.old_logprobs,
     "async_training.*": "queue.max_staleness counts policy versions; 2 generates ahead",
     "trainer.default_local_dir": to("run.dir"),
     "trainer.project_name": to("metrics.wandb_project"),
@@ -209,8 +214,8 @@ RULES: dict[str, Rule] = {
         "default_hdfs_dir remove_previous_ckpt_in_save ray_wait_register_center_timeout "
         "use_legacy_worker_impl esi_redundant_time", _PROCESS),
     "trainer.val_only": only(False, "`megatron-rl eval` evaluates without training"),
-    f"{_CORRECTION}.rollout_is": ours.correction,
-    f"{_CORRECTION}.rollout_is_threshold": ours.correction,
+    f"{_CORRECTION}.rollout_is": objective.correction,
+    f"{_CORRECTION}.rollout_is_threshold": objective.correction,
     **each("algorithm.", "rollout_correction* rollout_is*", "[algorithm.correction] is ours"),
     "critic.*": "a critic's; there is none here",
     **ours.overlong("reward_model.overlong_buffer"),
@@ -244,7 +249,9 @@ DEFAULTS: dict[str, Any] = {
     f"{_A}.kl_loss_type": "low_var_kl",
     f"{_A}.clip_ratio": 0.2,
     f"{_A}.clip_ratio_c": 3.0,
-    f"{_A}.loss_agg_mode": "token-mean",
+    f"{_A}.grad_clip": 1.0,
+    objective.LOSS: "vanilla",
+    objective.WEIGHTS: "token-mean",
     f"{_A}.ppo_mini_batch_size": 256,
     f"{_R}.n": 1,
     f"{_R}.tensor_model_parallel_size": 2,
@@ -259,20 +266,42 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def checks(values: Values) -> list[str]:
-    """What a reader of our file must decide."""
+def defaults(values: Values) -> dict[str, Any]:
+    """verl's values for keys that are not given."""
+    is_async = any(key.startswith("async_training.") for key in values)
+    return DEFAULTS | ({"data.train_batch_size": 0} if is_async else {})
+
+
+def checks(values: Values, given: Container[str]) -> list[str]:
+    """What a reader of our file must decide. given: our keys that it gives."""
     found = [
-        "reward.tasks: verl chooses a reward by data_source; `megatron-rl data show` tells ours",
-        "algorithm.policy_loss.old_logprobs: verl recomputes them; the default takes the engine's",
+        "reward.tasks: verl chooses a reward by data_source; `megatron-rl data show` tells ours"
     ]
+    if "algorithm.policy_loss.old_logprobs" not in given and values.get(objective.LOSS) != "gpg":
+        found.append(
+            "algorithm.policy_loss.old_logprobs: verl recomputes them; the default takes the "
+            "engine's"
+        )
     if any(key.endswith(".penalty_factor") for key in values):
         found.append(
             "reward.length: rewards of verl's dapo are 1 and -1, and 1 and 0 here: half of "
             "penalty_factor is the same share"
         )
-    if values.get("algorithm.adv_estimator") == "gae":
+    advantages = str(values.get("algorithm.adv_estimator")).removesuffix("_vectorized")
+    if advantages not in objective.ADVANTAGES:
+        why = "needs a critic, and there is none here" if advantages == "gae" else "is not here"
         found.append(
-            "algorithm.preset: verl's gae needs a critic, and there is none here; the preset is "
-            "the default, magistral, and `megatron-rl algorithms` lists others"
+            f"algorithm.preset: verl's {advantages} {why}; the preset is the default, magistral, "
+            "and `megatron-rl algorithms` lists others"
+        )
+    if values.get(f"{_R}.multi_turn.enable"):
+        found.append(
+            f"reward.tasks: without an environment a completion has one turn: {ENVIRONMENT}"
+        )
+    if (syncs := values.get("async_training.trigger_parameter_sync_step") or 1) > 1:
+        found.append(
+            f"train.prompts_per_batch: verl syncs weights every {syncs} batches, and here a batch "
+            f"ends with a weight sync: {syncs} times prompts_per_batch and minibatches sync as "
+            f"rarely, with steps and eval.every_steps over {syncs}"
         )
     return found

@@ -8,20 +8,20 @@ from megatron_rl.config.foreign.rules import (
     NoCounterpart,
     Rule,
     Values,
-    check_kl_in_loss,
-    kl_penalty,
     lengths,
     needs,
+    positive,
     product,
     ratio,
     set_name,
     to,
-    truncated,
+    unknown_warmup,
 )
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MEGATRON = f"{ACTOR}.megatron"
-CORRECTION = "algorithm.rollout_correction"
+PROMPTS = "rollout.total_rollout_steps"
+_ASYNC = "async_training"
 _TEMPLATE = "data.apply_chat_template_kwargs."
 
 
@@ -59,47 +59,34 @@ def sets(value: Any, _: Values) -> dict[str, Any]:
     return {"eval.sets": [{"name": set_name(p), "prompts": {"path": p}} for p in paths]}
 
 
-def estimator(value: Any, values: Values) -> dict[str, Any]:
-    advantages = {"grpo": "group_mean", "rloo": "leave_one_out",
-                  "reinforce_plus_plus_baseline": "group_mean"}  # fmt: skip
-    value = str(value).removesuffix("_vectorized")
-    if value not in advantages:
-        raise NoCounterpart("`megatron-rl algorithms` lists estimators; there is no critic here")
-    scale = {"grpo": "group" if values["algorithm.norm_adv_by_std_in_grpo"] else "none",
-             "rloo": "none", "reinforce_plus_plus_baseline": "minibatch"}  # fmt: skip
-    return {
-        "algorithm.preset": "grpo",
-        "algorithm.advantage_estimator.name": advantages[value],
-        "algorithm.normalization.name": scale[value],
-    }
+def batch(_: Any, values: Values) -> dict[str, Any]:
+    return {"train.prompts_per_batch": _batch(values)}
 
 
-def kl(_: Any, values: Values) -> dict[str, Any]:
-    if values[f"{ACTOR}.use_kl_loss"]:
-        check_kl_in_loss(values[f"{ACTOR}.kl_loss_type"])
-        return kl_penalty("loss", values[f"{ACTOR}.kl_loss_coef"])
-    placement = "reward" if values["algorithm.use_kl_in_reward"] else "none"
-    return kl_penalty(placement, values["algorithm.kl_ctrl.kl_coef"])
+def _batch(values: Values) -> int:
+    """Prompts of a batch. Fully asynchronous scripts give 0, and count in minibatches."""
+    minibatch, count = (
+        values[f"{ACTOR}.ppo_mini_batch_size"],
+        values.get(f"{_ASYNC}.require_batches"),
+    )
+    return values["data.train_batch_size"] or product(minibatch, count or 1)
 
 
-def reward_kl(value: Any, values: Values) -> dict[str, Any]:
-    if values["algorithm.use_kl_in_reward"] and values[f"{ACTOR}.use_kl_loss"]:
-        raise NoCounterpart("the loss has a KL too: algorithm.kl has one placement")
-    return kl(value, values)
-
-
-def clip(value: Any, values: Values) -> dict[str, Any]:
-    low, high = (values.get(f"{ACTOR}.clip_ratio_{side}") for side in ("low", "high"))
-    if low is not None and high is not None:
-        raise NoCounterpart("no effect with clip_ratio_low and clip_ratio_high")
-    sides = {"eps_low": low, "eps_high": high}
-    return {f"algorithm.policy_loss.{k}": value for k, given in sides.items() if given is None}
-
-
-def minibatches(value: int, values: Values) -> dict[str, Any]:
-    batch = values["data.train_batch_size"]
+def minibatches(_: Any, values: Values) -> dict[str, Any]:
+    whole = _batch(values)
     # verl cuts a minibatch that exceeds the batch.
-    return {"train.minibatches": ratio(batch, min(value, batch), "train.minibatches")}
+    size = min(values[f"{ACTOR}.ppo_mini_batch_size"], whole)
+    return {"train.minibatches": ratio(whole, size, "train.minibatches")}
+
+
+def steps(value: int, values: Values) -> dict[str, Any]:
+    return {"train.steps": value // _batch(values)}
+
+
+def eval_every(value: int, values: Values) -> dict[str, Any]:
+    """Fully asynchronous scripts count weight syncs."""
+    syncs = values.get(f"{_ASYNC}.trigger_parameter_sync_step") or 1
+    return {"eval.every_steps": product(positive(value), syncs)}
 
 
 def micro(value: int, values: Values) -> dict[str, Any]:
@@ -115,39 +102,33 @@ def tokens(value: int, values: Values) -> dict[str, Any]:
     return {"train.microbatch_tokens": product(value, *(values.get(key) or 1 for key in keys))}
 
 
+def _updates(values: Values) -> int:
+    """Optimizer steps of a batch. verl's schedule counts batches, ours optimizer steps."""
+    whole = _batch(values)
+    return -(-whole // min(values[f"{ACTOR}.ppo_mini_batch_size"], whole))
+
+
 def warmup_steps(value: int, values: Values) -> dict[str, Any]:
     if value <= 0 and values.get(f"{ACTOR}.optim.lr_warmup_steps_ratio"):
         return NOTHING
-    return {"optimizer.warmup_steps": max(0, value)}
+    return {"optimizer.warmup_steps": product(positive(value), _updates(values))}
 
 
 def warmup(value: float, values: Values) -> dict[str, Any]:
     if not value:
         return NOTHING
-    steps = values.get("trainer.total_training_steps")
-    if not steps or values[f"{ACTOR}.optim.lr_warmup_steps"] > 0:
-        raise NoCounterpart("a share of total_training_steps: set optimizer.warmup_steps")
-    batch = values["data.train_batch_size"]
-    updates = steps * ratio(
-        batch, min(values[f"{ACTOR}.ppo_mini_batch_size"], batch), "minibatches"
-    )
-    return {"optimizer.warmup_steps": int(value * updates)}
+    if values[f"{ACTOR}.optim.lr_warmup_steps"] > 0:
+        raise NoCounterpart("no effect with lr_warmup_steps")
+    count, prompts = values.get("trainer.total_training_steps"), values.get(PROMPTS)
+    count = count or (prompts and prompts // _batch(values))
+    if not count:
+        return unknown_warmup(value)
+    return {"optimizer.warmup_steps": int(value * count * _updates(values))}
 
 
 def least_lr(value: float, values: Values) -> dict[str, Any]:
     """The last learning rate, which is a share of the peak here."""
     return {"optimizer.min_lr_ratio": value / values[f"{ACTOR}.optim.lr"]}
-
-
-def correction(_: Any, values: Values) -> dict[str, Any]:
-    level = values.get(f"{CORRECTION}.rollout_is")
-    if level is None:
-        return NOTHING
-    if level != "token":
-        raise NoCounterpart("the product of a sequence's ratios; algorithm.correction has a mean")
-    if values.get(f"{CORRECTION}.bypass_mode"):
-        raise NoCounterpart("with bypass_mode the importance ratio itself is that to the engine")
-    return truncated(values.get(f"{CORRECTION}.rollout_is_threshold", 2.0))
 
 
 def overlong(prefix: str) -> dict[str, Rule]:
@@ -182,6 +163,8 @@ def gpus(_: Any, values: Values) -> dict[str, Any]:
 def epochs(value: int, values: Values) -> dict[str, Any]:
     if values.get("trainer.total_training_steps"):
         raise NoCounterpart("no effect with total_training_steps")
+    if values.get(PROMPTS):
+        raise NoCounterpart("the fewer of its prompts and of total_rollout_steps count there")
     return {"train.epochs": value}
 
 

@@ -142,6 +142,84 @@ def test_engines_that_generate_while_verl_trains(tmp_path: Path) -> None:
     assert (ours.parallel.data, ours.generator.replicas, ours.generator.colocate) == (8, 8, False)
     assert ours.queue.max_staleness == 2
     assert "policy versions" in found.no_counterpart["async_training.staleness_threshold"]
+    # verl's batch of such scripts is 0: a minibatch of 256.
+    assert (ours.train.prompts_per_batch, ours.train.minibatches) == (256, 1)
+
+
+ASYNC = """
+python -m recipe.fully_async_policy.fully_async_main algorithm.adv_estimator=grpo \\
+    data.train_batch_size=0 data.gen_batch_size=1 data.max_response_length=8192 \\
+    actor_rollout_ref.rollout.n=16 actor_rollout_ref.hybrid_engine=False \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=32 \\
+    actor_rollout_ref.actor.use_rollout_log_probs=True \\
+    actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.05 \\
+    trainer.nnodes=1 trainer.n_gpus_per_node=4 rollout.nnodes=1 rollout.n_gpus_per_node=4 \\
+    rollout.total_rollout_steps=51200 rollout.total_epochs=10 rollout.test_freq=10 \\
+    async_training.staleness_threshold=0.1 async_training.trigger_parameter_sync_step=4 \\
+    async_training.require_batches=4 async_training.partial_rollout=True
+"""
+
+
+def test_a_fully_asynchronous_script_of_verl_loads(tmp_path: Path) -> None:
+    found, ours = imported(written(tmp_path, "run.sh", ASYNC))
+    # 4 minibatches of 32 prompts; 51200 prompts are 400 such batches.
+    train = ours.train
+    assert (train.prompts_per_batch, train.minibatches, train.group_size) == (128, 4, 16)
+    assert (train.steps, train.epochs) == (400, 0)
+    # Every 10 weight syncs, each after 4 batches.
+    assert ours.eval.every_steps == 40
+    assert ours.optimizer.warmup_steps == 80  # 0.05 of 400 * 4
+    assert ours.algorithm.policy_loss.old_logprobs == "generator"
+    assert (ours.parallel.data, ours.generator.replicas) == (4, 2)
+    assert found.unknown == {}
+    assert not any(line.startswith("algorithm.policy_loss.old") for line in found.to_check)
+    assert any("every 4 batches" in line for line in found.to_check)
+    _, ours = imported(written(tmp_path, "b.sh", ASYNC.replace("=True", "=False")))
+    assert ours.algorithm.policy_loss.old_logprobs == "recompute"
+
+
+def test_turns_of_verl_are_environments_here(tmp_path: Path) -> None:
+    text = "algorithm: {adv_estimator: grpo}\nactor_rollout_ref:\n  rollout:\n    n: 2\n"
+    text += "    multi_turn: {enable: true, max_assistant_turns: 5}\n    agent: {num_workers: 8}\n"
+    found, _ = imported(written(tmp_path, "a.yaml", text))
+    rollout = "actor_rollout_ref.rollout"
+    for key in ("multi_turn.enable", "multi_turn.max_assistant_turns", "agent.num_workers"):
+        assert "reward.tasks.NAME.environment" in found.no_counterpart[f"{rollout}.{key}"]
+    assert any(line.startswith("reward.tasks: without an env") for line in found.to_check)
+
+
+def test_old_logprobs_are_to_check_unless_the_file_gives_them(tmp_path: Path) -> None:
+    key = "algorithm.policy_loss.old_logprobs"
+    plain = "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {rollout: {n: 2}}\n"
+    found, _ = imported(written(tmp_path, "a.yaml", plain))
+    assert any(line.startswith(key) for line in found.to_check)
+    corrected = plain.replace("grpo", "grpo, rollout_correction: {rollout_is: token}")
+    found, ours = imported(written(tmp_path, "b.yaml", corrected))
+    assert ours.algorithm.policy_loss.old_logprobs == "recompute"
+    assert not any(line.startswith(key) for line in found.to_check)
+
+
+@pytest.mark.parametrize(
+    ("optim", "steps", "expected"),
+    [
+        # 64 prompts in minibatches of 16 are 4 optimizer steps of a batch.
+        ("lr_warmup_steps_ratio: 0.1", 50, 20),
+        ("lr_warmup_steps_ratio: 0.1", None, 0),
+        ("lr_warmup_steps: 5", None, 20),
+        ("lr_warmup_steps: -1", 50, 0),
+    ],
+)
+def test_warmup_of_verl_counts_batches(
+    tmp_path: Path, optim: str, steps: int | None, expected: int
+) -> None:
+    text = "algorithm: {adv_estimator: grpo}\ndata: {train_batch_size: 64}\n"
+    text += "actor_rollout_ref:\n  rollout: {n: 2}\n"
+    text += f"  actor: {{ppo_mini_batch_size: 16, optim: {{{optim}}}}}\n"
+    text += f"trainer: {{total_training_steps: {steps or 'null'}}}\n"
+    found, ours = imported(written(tmp_path, "a.yaml", text))
+    assert ours.optimizer.warmup_steps == expected
+    is_open = "ratio" in optim and steps is None
+    assert any("0.1 of all optimizer steps" in line for line in found.to_check) == is_open
 
 
 def test_a_kl_in_reward_and_loss_is_named(tmp_path: Path) -> None:
@@ -150,6 +228,8 @@ def test_a_kl_in_reward_and_loss_is_named(tmp_path: Path) -> None:
     found, ours = imported(written(tmp_path, "a.yaml", text))
     assert (ours.algorithm.kl.placement, ours.algorithm.kl.coefficient) == ("loss", 0.01)
     assert {"algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"} <= set(found.no_counterpart)
+    [note] = [line for line in found.to_check if line.startswith("algorithm.kl:")]
+    assert "in the reward too, with coefficient 0.05" in note
 
 
 def test_correction_of_verl_needs_the_trainers_logprobs(tmp_path: Path) -> None:

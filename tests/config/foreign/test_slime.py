@@ -90,6 +90,8 @@ def test_a_script_of_slime(tmp_path: Path) -> None:
     [
         ("--use-kl-loss --kl-loss-coef 0.0", "kl.placement", "none"),
         ("--kl-coef 0.01", "kl.placement", "reward"),
+        ("--use-kl-loss --kl-loss-coef 0.01 --kl-loss-type k2", "kl.coefficient", 0.01),
+        ("--use-kl-loss --kl-loss-coef 0.01 --kl-loss-type k2", "kl.horizon", "token"),
         ("--calculate-per-token-loss", "aggregation.name", "batch_tokens"),
         ("--disable-grpo-std-normalization", "normalization.name", "none"),
         ("--advantage-estimator gspo", "policy_loss.level", "sequence"),
@@ -110,6 +112,8 @@ def test_objectives_of_slime(tmp_path: Path, flags: str, key: str, expected: obj
     for part in key.split("."):
         value = getattr(value, part)
     assert value == expected
+    is_open = any("old_logprobs: slime recomputes" in line for line in found.to_check)
+    assert is_open == (ours.algorithm.policy_loss.old_logprobs == "generator")
     # One step of rollouts ahead; engines on GPUs of their own.
     assert (ours.queue.max_staleness, ours.generator.colocate) == (1, False)
     assert (ours.parallel.data, ours.generator.replicas) == (4, 2)
