@@ -1,5 +1,6 @@
 """`megatron-rl init`: writes a configuration from the answers to five questions."""
 
+import shlex
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -67,7 +68,8 @@ def init(options: InitOptions, console: Console) -> int:
     finally:
         partial.unlink()
     write_whole(options.file, text)
-    card = f"megatron-rl plan {options.file}" if gpus else ""
+    file = shlex.quote(str(options.file))
+    card = f"megatron-rl plan {file}" if gpus else ""
     absent = [
         f"warning: {name} {answers[name]} is not on this machine"
         for name in ("model", "data")
@@ -77,8 +79,8 @@ def init(options: InitOptions, console: Console) -> int:
         *absent,
         f"Wrote {options.file}. Next:",
         *([f"  {card}    # memory and seconds of a step; does it fit?"] if card else []),
-        f"  megatron-rl run --config {options.file} --dry-run    # data, rewards, layout",
-        f"  megatron-rl run --config {options.file}",
+        f"  megatron-rl run --config {file} --dry-run    # data, rewards, layout",
+        f"  megatron-rl run --config {file}",
     ]
     say(console, "\n".join(lines))
     return 0

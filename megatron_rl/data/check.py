@@ -55,12 +55,16 @@ def check_prompts(config: Config, *, with_lengths: bool) -> Findings:
     faults: list[Fault] = []
     notes: list[str] = []
     parts = []
-    for name, source in _sources(config):
+    given = [*config.prompts, *(one.prompts for one in config.eval.sets)]
+    for (name, source), as_given in zip(_sources(config), given, strict=True):
         reading = read_source(source, config.run.seed, key="prompts.kind", on_fault=faults.append)
         notes += reading.notes
         parts.append(Part(name, reading.prompts))
+        repetitions = _repetitions(reading.prompts)
+        may_repeat = {REPEATED, OTHER_ANSWER} if as_given.repeated == "keep" else set()
+        faults += [fault for fault in repetitions if fault.reason not in may_repeat]
     for part in parts:
-        faults += [*_grading_faults(part.prompts, config.reward), *_repetitions(part.prompts)]
+        faults += _grading_faults(part.prompts, config.reward)
     trained = [prompt for part in parts if not part.name for prompt in part.prompts]
     faults += _leaks(trained, [part for part in parts if part.name])
     prompts = [prompt for part in parts for prompt in part.prompts]

@@ -7,6 +7,7 @@ RUN_DIR/config.LABEL.toml.
 
 import json
 import logging
+import shlex
 import sys
 from pathlib import Path
 
@@ -160,7 +161,8 @@ def _next_commands(run_dir: Path) -> str:
     command = Path(sys.executable).with_name("megatron-rl")
     if not command.exists():
         command = Path("megatron-rl")
-    return f"Look at it          {command} report {run_dir} (plots), view {run_dir} (rollouts)"
+    place = shlex.quote(str(run_dir))
+    return f"Look at it          {command} report {place} (plots), view {place} (rollouts)"
 
 
 def log_into(path: Path) -> None:

@@ -67,6 +67,10 @@ def test_every_fault_is_named_with_its_line(tmp_path: Path) -> None:
         ("mine.jsonl:9", "repeated_id"),
     ]
     assert found["counts"]["no_answer"] == 2
+    # Where the same question may come again, it is no fault. An id that does is one.
+    _, allowed = checked(path, 'prompts.0.repeated="keep"')
+    reasons = {reason for _, reason in faults(found)} - {reason for _, reason in faults(allowed)}
+    assert reasons == {"repeated", "repeated_with_other_answer"}
 
 
 def test_rows_of_parquet_are_named(tmp_path: Path) -> None:
