@@ -59,7 +59,7 @@ def test_examples_are_grouped_by_prompt_and_tokenised_as_the_trainer_would(tmp_p
     notes = prepare_datasets(config)
     assert notes[0].startswith("3 SFT examples are put into tokens")
     assert notes[1].startswith(
-        "warning: 2 of 5 SFT examples are left out; the first: the prompt has"
+        "warning: 2 of 5 SFT examples are left out; the first: prompt and response have"
     )
     drawn = open_replay(config, []).draw(0, []).load()
     by_size = {len(group.scored): group for group in drawn}
@@ -116,7 +116,7 @@ def test_a_file_that_is_empty_or_missing_is_named(tmp_path: Path) -> None:
 
 def test_examples_none_of_which_fits_are_bad_input(tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match="no SFT example of replay.datasets can be used: the prompt has"
+        InputError, match="no SFT example of replay.datasets can be used: prompt and response have"
     ):
         prepare_datasets(config_of(tmp_path, SFT_EXAMPLES[3:]))
 
