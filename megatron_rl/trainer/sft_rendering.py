@@ -67,15 +67,15 @@ def trial_of(path: Path) -> Callable[[Renderer], object]:
     all of a large file takes as long as in the trainer.
     """
     examples = keep_sft_dataset(path)
-    longest = sorted(range(len(examples)), key=lambda n: -_characters(examples[n]))
+    longest = sorted(range(len(examples)), key=lambda n: -_bytes(examples[n]))
     calling = [n for n in longest if any(m.keys_beside_text for m in examples[n].messages)]
     tried = sorted({*longest[:_TRIED_EXAMPLES], *calling[:_TRIED_EXAMPLES]})
     return partial(tokenize_lines, path, {n: examples[n] for n in tried})
 
 
-def _characters(example: SftExample) -> int:
-    texts = [example.response, *(m.text for m in example.messages)]
-    return sum(map(len, texts)) + sum(len(m.thoughts) for m in example.messages)
+def _bytes(example: SftExample) -> int:
+    texts = [example.response, *(m.text + m.thoughts for m in example.messages)]
+    return sum(len(text.encode()) for text in texts)
 
 
 def _tokenize_response(example: SftExample, renderer: Renderer) -> TrainSequence:

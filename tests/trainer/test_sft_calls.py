@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.curation.rows import encode_lines
 from megatron_rl.protocol.chat_template import RenderError
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.types import TrainSequence
@@ -198,6 +199,14 @@ def test_what_cannot_be_taught_is_refused_with_its_line(tmp_path: Path, name: st
     path = write(tmp_path / "sft.jsonl", CONVERSATIONS["null"], messages)
     with pytest.raises(InputError, match=rf"sft\.jsonl:2: .*{text}"):
         read_sft_dataset(path)
+
+
+def test_an_example_with_calls_is_read_again_as_it_is_written(tmp_path: Path) -> None:
+    path = write(tmp_path / "sft.jsonl", CONVERSATIONS["ends in a call"], weighted(0, 1, 1))
+    examples = read_sft_dataset(path)
+    path.write_text(encode_lines(examples))
+    assert read_sft_dataset(path) == examples
+    assert [call.arguments for call in examples[0].messages[1].calls] == [{"a": 1, "b": 2}]
 
 
 def test_calls_beside_a_response_are_refused(tmp_path: Path) -> None:
