@@ -51,6 +51,16 @@ class MlpSizes:
         return self.dense_layers * self.dense_units + self.expert_layers * mixture
 
 
+def positions_of(values: Mapping[str, Any]) -> int | None:
+    """Positions that a model has by its config.json, with scaling; None: it does not say."""
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    # Layers of several kinds have one each.
+    kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+    stretch = max(float(one.get("factor") or 1.0) for one in kinds)
+    positions = values.get("max_position_embeddings")
+    return None if positions is None else int(positions * max(stretch, 1.0))
+
+
 def full_layers(values: Mapping[str, Any]) -> tuple[int, ...]:
     """Layers of a model with a window, counted from 0, for which it does not hold."""
     kinds = values.get("layer_types") or ()

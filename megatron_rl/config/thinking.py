@@ -50,6 +50,12 @@ class ThinkTags(Section):
         """Whether either tag is in a text."""
         return self.open in text or self.close in text
 
+    def around_thoughts(self, thoughts: str) -> str:
+        """Thoughts as models write them before an answer: on their own lines, but for channels."""
+        if self.are_channels:
+            return self.around(thoughts)
+        return self.around(f"\n{thoughts.strip()}\n") + "\n\n"
+
     def removed_from(self, text: str) -> str:
         """The text without the tags."""
         return text.replace(self.open, "").replace(self.close, "")

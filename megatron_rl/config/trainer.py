@@ -254,7 +254,7 @@ class SftConfig(Section):
 
     dataset: Path | None = None
     """JSONL file of {"messages", "response"}; a line without response teaches all messages of the
-    assistant. Without it there is no cold start."""
+    assistant, with their tool calls (docs/data.md). Without it there is no cold start."""
     remark: str = ""
     """Remark about the SFT examples that is shown with the accuracies."""
     steps: int = Field(default=0, ge=0)

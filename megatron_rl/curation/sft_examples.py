@@ -33,6 +33,7 @@ from megatron_rl.protocol.rollout import TOOLS
 from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, rollout_files
 from megatron_rl.protocol.types import ChatMessage, Prompt
 from megatron_rl.trainer.sft_dataset import SftExample
+from megatron_rl.trainer.sft_messages import SftMessage
 from verification.format import with_opening
 
 _GIVEN_ROLES = {"system", "user", "tool", TOOLS}
@@ -210,12 +211,13 @@ def _example(
                 if given.role == TOOLS:
                     tools = msgspec.json.decode(given.content)
                 else:
-                    messages.append(ChatMessage(given.role, given.content))
-            messages.append(ChatMessage("assistant", opened(turn.text)))
-        response = messages.pop().content
+                    messages.append(SftMessage(given.role, given.content))
+            messages.append(SftMessage("assistant", opened(turn.text)))
+        response = messages.pop().text
         return SftExample(messages, response, record.task, learns_all=True, tools=tools)
     response = opened(record.text)
-    messages = prompt.messages if prompt else [ChatMessage("user", record.problem)]
+    asked = prompt.messages if prompt else [ChatMessage("user", record.problem)]
+    messages = [SftMessage(message.role, message.content) for message in asked]
     is_program = prompt is not None and prompt.is_program
     return SftExample(messages, response, record.task, is_program)
 

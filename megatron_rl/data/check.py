@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_rl.config.evaluation import EvalConfig
+from megatron_rl.config.hf_config import positions_of
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.tree import Config
@@ -17,6 +18,7 @@ from megatron_rl.data.repeats import OTHER_ANSWER, REPEATED
 from megatron_rl.data.sources import read_source
 from megatron_rl.data.tables.rows import RowFault
 from megatron_rl.protocol.prompt import normalized
+from megatron_rl.protocol.render import read_values
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import Prompt
 from verification import settings
@@ -70,7 +72,12 @@ def check_prompts(config: Config, *, with_lengths: bool) -> Findings:
     prompts = [prompt for part in parts for prompt in part.prompts]
     notes += filter(None, [describe_own_systems(prompts, config)])
     if with_lengths:
-        faults += _lengths(parts, config)
+        positions = positions_of(read_values(config.model.path / "config.json"))
+        if positions is not None and positions < config.generator.context_tokens:
+            notes.append(_describe_positions(positions, config))
+            faults += _lengths(parts, config, positions)
+        else:
+            faults += _lengths(parts, config)
     else:
         notes.append("not checked: how long prompts are; give --model DIR, for its tokenizer")
     return Findings(parts, faults, notes)
@@ -182,8 +189,22 @@ class _Questions:
         return None
 
 
-def _lengths(parts: Sequence[Part], config: Config) -> Iterator[Fault]:
-    """Prompts that leave no room for a completion, or that the chat template refuses."""
+def _describe_positions(positions: int, config: Config) -> str:
+    return (
+        f"note: the model has {positions} positions (max_position_embeddings), fewer than "
+        f"generator.context_tokens = {config.generator.context_tokens}: only prompts that leave no "
+        "room for one token are counted as too long. Lower generator.context_tokens and "
+        "sampling.max_new_tokens for a run"
+    )
+
+
+def _lengths(
+    parts: Sequence[Part], config: Config, positions: int | None = None
+) -> Iterator[Fault]:
+    """Prompts that leave no room for a completion, or that the chat template refuses.
+
+    positions: of the model; None: generator.context_tokens has the limit.
+    """
     known = config.reward.all_tasks
     limits: dict[str, int] = {}
     prompts: list[Prompt] = []
@@ -195,9 +216,16 @@ def _lengths(parts: Sequence[Part], config: Config) -> Iterator[Fault]:
                 prompts.append(_renamed(prompt, name))
                 if part.name:
                     limits[name] = _limit(config.eval, part.name, config)
+    if positions is not None:
+        generator = config.generator.model_copy(update={"context_tokens": positions})
+        config = config.model_copy(update={"generator": generator})
+        limits = {prompt.id: 1 for prompt in prompts}
     for dropped in find_dropped(prompts, config, limits):
         reason = "too_long" if "tokens; allowed" in dropped.reason else "not_rendered"
-        yield Fault(dropped.where, reason, f"{dropped.where}: {dropped.reason}")
+        text = dropped.reason
+        if reason == "too_long" and positions is not None:
+            text = f"{text.partition(' = ')[0]}: the model has {positions} positions"
+        yield Fault(dropped.where, reason, f"{dropped.where}: {text}")
 
 
 def _limit(own: EvalConfig, name: str, config: Config) -> int:

@@ -4,7 +4,7 @@ The launcher finds them before a run and writes RUN/prompts_dropped.jsonl. The r
 tools that repeat an evaluation, leave out the prompts in this file.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import msgspec
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.staging import longest_stage
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.render import Conversation, open_renderer
+from megatron_rl.protocol.render import Conversation, Renderer, open_renderer
 from megatron_rl.protocol.render_probe import TaughtAnswer, probe_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.tool_calls import ToolCallParser
@@ -55,18 +55,20 @@ def try_rendering(
     limits: Mapping[str, int] | None = None,
     *,
     taught: Sequence[TaughtAnswer] = (),
+    trials: Sequence[Callable[[Renderer], object]] = (),
 ) -> Rendering:
     """Render all prompts, and probe the chat template. Raises InputError for a bad tokenizer.
 
     limits: maximum tokens of a completion, by prompt id; default: the largest
-    sampling.max_new_tokens of the stages. taught: some SFT examples.
+    sampling.max_new_tokens of the stages. taught: some SFT examples. trials: called with the
+    renderer, where they may raise InputError.
     """
     conversations = [Conversation(p.task, p.messages, p.is_program) for p in prompts]
     # Any stage may draw a prompt, so it must leave room for the longest completions.
     default = longest_stage(config).sampling.max_new_tokens
     room = [(limits or {}).get(prompt.id, default) for prompt in prompts]
     refusals, notes = call_in_child(
-        render_in_child, config, conversations, room, taught,
+        render_in_child, config, conversations, room, taught, trials,
         what="rendering the prompts", limit_s=_RENDER_S,
     )  # fmt: skip
     dropped = [
@@ -88,12 +90,15 @@ def render_in_child(
     conversations: Sequence[Conversation],
     limits: Sequence[int],
     taught: Sequence[TaughtAnswer],
+    trials: Sequence[Callable[[Renderer], object]] = (),
 ) -> tuple[dict[int, str], list[str]]:
     """Why the run's renderer refuses conversations, by index, and notes; imports transformers.
 
     limits: tokens of each one's completion.
     """
     renderer = open_renderer(config)
+    for trial in trials:
+        trial(renderer)
     refusals: dict[int, str] = {}
     for limit in set(limits):
         places = [place for place, mine in enumerate(limits) if mine == limit]

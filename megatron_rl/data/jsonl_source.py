@@ -21,7 +21,7 @@ from megatron_rl.data.answers import (
     is_placeholder,
     read_rate,
 )
-from megatron_rl.data.messages import NotText, plain_turns, refuse_images
+from megatron_rl.data.messages import NotText, plain_turns, refuse_images, refuse_tools
 from megatron_rl.protocol.line_errors import text_lines
 from megatron_rl.protocol.types import ChatMessage, Prompt
 
@@ -132,9 +132,10 @@ def make_prompt(fields: dict[str, Any], place: str, *, name: str, task: str) -> 
         text = entry if isinstance(entry, str) else msgspec.json.encode(entry).decode()
         fields = {"answer": "", **fields, "entry": text}
     try:
+        refuse_tools(fields)
         line = msgspec.convert({**fields, **_plain_questions(fields)}, _Line)
     except NotText as error:
-        raise BadLine(f"{place}: {error}", "not_text") from error
+        raise BadLine(f"{place}: {error}", error.reason) from error
     except msgspec.ValidationError as error:
         text = str(error)
         has_none = "missing required field `answer`" in text or "at `$.answer" in text

@@ -16,20 +16,67 @@ _ROLES = {"developer": "system"}
 _IMAGE_MARKS = ("<image>", "<video>", "<|image_pad|>")
 
 
+_CALLS = ("tool_calls", "function_call")
+_OFFERS = ("tools", "functions")
+_INSTEAD = (
+    "An environment can offer tools (reward.tasks.NAME.environment, docs/agents.md), and SFT "
+    "examples may have them (sft.dataset)"
+)
+
+
 class NotText(ValueError):
     """A message holds something other than text; the text names it."""
 
+    reason = "not_text"
 
-def plain_turns(value: Any) -> Any:
-    """Messages with role and text content alone; any other value unchanged. Raises NotText."""
+
+class HasTools(NotText):
+    """A row has tools or calls, which prompts cannot have."""
+
+    reason = "tools"
+
+
+def plain_turns(value: Any, *, drops_calls: bool = False) -> Any:
+    """Messages with role and text content alone; any other value unchanged. Raises NotText.
+
+    drops_calls: for a look at the text alone. Templates leave earlier thoughts out themselves.
+    """
     turns = _from_json(value) if isinstance(value, str) else value
     if not isinstance(turns, list) or not turns:
         return value
     if all(isinstance(turn, Mapping) and "role" in turn for turn in turns):
+        for number, turn in enumerate(turns if not drops_calls else ()):
+            if called := next((key for key in _CALLS if turn.get(key)), ""):
+                raise HasTools(
+                    f"message {number} has {called!r}, which prompts cannot have: write the call "
+                    f"into its content as the model writes calls, or leave the row out. {_INSTEAD}"
+                )
         return [_plain_turn(turn) for turn in turns]
     if all(isinstance(turn, Mapping) and "type" in turn for turn in turns):
         return [{"role": "user", "content": _text_of_parts(turns)}]
     return value
+
+
+def refuse_tools(fields: Mapping[str, Any]) -> None:
+    """Raise HasTools for a row that offers tools."""
+    request = fields.get("responses_create_params")
+    for row in (fields, request if isinstance(request, Mapping) else {}):
+        for key in _OFFERS:
+            if _are_tools(row.get(key)):
+                raise HasTools(
+                    f"{key!r} offers tools, and prompts are rendered without tools: describe them "
+                    f"in a system message and remove the key, or leave the row out. {_INSTEAD}"
+                )
+
+
+def _are_tools(value: Any) -> bool:
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = msgspec.json.decode(value)
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            return False
+    tools = value if isinstance(value, list) else []
+    return any(isinstance(one, Mapping) and ("function" in one or "name" in one) for one in tools)
 
 
 def refuse_images(text: str) -> None:

@@ -245,7 +245,12 @@ def divide_for_run(
 
 
 def material_of_run(config: Config) -> PromptMaterial:
-    """All prompts of a run, not yet divided. Raises InputError."""
+    """All prompts of a run, not yet divided. Raises InputError.
+
+    A cold start alone needs none.
+    """
+    if not (config.prompts or config.eval.sets or config.train.steps or config.eval.is_wanted):
+        return PromptMaterial([], [], {}, (), ())
     return read_prompts(
         config.prompts, config.run.seed, eval_sets=config.eval.sets, reward=config.reward
     )

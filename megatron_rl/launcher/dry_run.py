@@ -193,7 +193,7 @@ def _taught_forms(config: Config) -> Callable[[str], Form | None]:
         return lambda task: None
     forms: dict[str, collections.Counter[Form]] = collections.defaultdict(collections.Counter)
     for example in keep_sft_dataset(config.sft.cold_start_dataset):
-        response = in_tags(example.response, config.render.tags)
+        response = in_tags(example.answer, config.render.tags)
         forms[example.task][find_form(response, config.render.tags)] += 1
     of_all = sum(forms.values(), collections.Counter[Form]())
     return lambda task: (forms.get(task) or of_all).most_common(1)[0][0]

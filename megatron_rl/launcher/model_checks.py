@@ -14,6 +14,7 @@ from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.backend.tensor_overlap import check_shape
 from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.hf_config import positions_of
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.tree import Config, GeneratorConfig
 from megatron_rl.protocol.render import Renderer, read_values
@@ -99,12 +100,8 @@ def check_positions(config: Config) -> None:
     if engine not in ("sglang", "vllm") or not (config.train.steps or config.eval.is_wanted):
         return
     values = read_values(config.model.path / "config.json")
-    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    # Layers of several kinds have one each.
-    kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]
-    stretch = max(float(one.get("factor") or 1.0) for one in kinds)
-    positions = values.get("max_position_embeddings")
-    if positions is not None and longest > positions * max(stretch, 1.0):
+    positions = positions_of(values)
+    if positions is not None and longest > positions:
         raise InputError(
             f"generator.context_tokens = {longest} is above the {positions} positions of "
             f"model.path = {config.model.path} (max_position_embeddings in config.json), and "

@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ from megatron_rl.observe.host_memory import memory_limit_bytes
 from megatron_rl.protocol.checkpoint_folder import find_resume, read_queue_state
 from megatron_rl.protocol.queue_state import PromptCursor
 from megatron_rl.protocol.render import (
-    Conversation,
+    Renderer,
     count_parameters,
     describe_system_prompts,
     names_cpp,
@@ -58,6 +58,7 @@ from megatron_rl.rollout_queue.evaluation import (
 from megatron_rl.rollout_queue.replay_datasets import check_sources
 from megatron_rl.rollout_queue.training_groups import check_draws
 from megatron_rl.trainer.sft_dataset import keep_sft_dataset
+from megatron_rl.trainer.sft_rendering import trial_of
 from megatron_rl.weights.exchange.folder import check_folder
 from verification import settings
 from verification.environments.fork_client import check_target
@@ -288,8 +289,9 @@ def check_prompts(config: Config) -> PromptReport:
         )
     evaluation_sets(config, sets)
     dropped, rendering_notes = try_rendering(
-        sets.all, config, completion_limits(config, sets), taught=_first_taught(config.sft)
-    )
+        sets.all, config, completion_limits(config, sets), taught=_first_taught(config.sft),
+        trials=_sft_trials(config.sft),
+    )  # fmt: skip
     cursor = _saved_cursor(config)
     kept_out = frozenset(prompt.id for prompt in dropped)
     sets = divide_for_run(material, config, kept_out, cursor=cursor)
@@ -339,9 +341,16 @@ def _first_taught(sft: SftConfig) -> list[TaughtAnswer]:
     if not (sft.steps or sft.baseline) or sft.dataset is None:
         return []
     return [
-        TaughtAnswer(Conversation(one.task, one.messages, one.is_program), one.response)
+        TaughtAnswer(one.conversation, one.answer)
         for one in keep_sft_dataset(sft.dataset)[:_TAUGHT_EXAMPLES]
+        if not one.messages[-1].tool_calls
     ]
+
+
+def _sft_trials(sft: SftConfig) -> list[Callable[[Renderer], object]]:
+    if not (sft.steps or sft.baseline) or sft.dataset is None:
+        return []
+    return [trial_of(sft.dataset)]
 
 
 def _samples_for_training(config: Config) -> bool:

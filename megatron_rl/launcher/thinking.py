@@ -15,7 +15,7 @@ from megatron_rl.protocol.chat_template import read_json, read_template
 from megatron_rl.protocol.render import RenderError, open_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import ChatMessage
-from megatron_rl.trainer.sft_dataset import keep_sft_dataset
+from megatron_rl.trainer.sft_dataset import SftExample, keep_sft_dataset
 
 _RENDER_S = 120.0
 _NONE = ThinkTags(open="", close="")
@@ -67,7 +67,7 @@ def describe_thinking(config: Config, tasks: Sequence[str]) -> str:
     """One line about the decision, for the tasks of the prompts."""
     tags, checks = config.render.thinking, config.reward.format_checks
     named = [f"{task} {checks[task]}" for task in sorted(tasks)]
-    said = f"format checks: {', '.join(named)}; thoughts"
+    said = f"format checks: {', '.join(named) or 'none'}; thoughts"
     if any(checks[task].startswith("think") for task in tasks):
         return tags.fill(f"{said}: between {{open}} and {{close}}")
     if not tags.is_none:
@@ -93,8 +93,14 @@ def _asks_for_thoughts(config: Config) -> bool:
     if dataset is None or not dataset.exists():
         return False
     examples = keep_sft_dataset(dataset)
-    thinking = sum(any(tags.is_in(one.response) for tags in KNOWN_TAGS) for one in examples)
+    thinking = sum(_has_thoughts(one) for one in examples)
     return 2 * thinking > len(examples)
+
+
+def _has_thoughts(example: SftExample) -> bool:
+    """Whether the last message that is learnt has thoughts."""
+    apart = not example.response and example.messages[-1].thoughts
+    return bool(apart) or any(tags.is_in(example.answer) for tags in KNOWN_TAGS)
 
 
 def _vocabulary(folder: Path) -> set[str]:

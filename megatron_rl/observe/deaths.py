@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_rl.cli.command_line.command import PROGRAM
 from megatron_rl.cli.command_line.printing import outlive_terminal, printable
 from megatron_rl.protocol.failure import Failure
-from megatron_rl.protocol.process import EXIT_FAILED, Interrupted
+from megatron_rl.protocol.process import EXIT_BAD_INPUT, EXIT_FAILED, Interrupted
 from megatron_rl.protocol.wire import DeadlineExceeded
 
 TAIL_LINES = 15
@@ -72,7 +72,9 @@ def until_death(work: Callable[[], None], last_words: Callable[[], str] = lambda
         log.error("%s", f"ended by signal {int(str(stop.code)) - 128}. {last_words()}".rstrip())
         raise
     except (RoleDied, RunFailed, DeadlineExceeded) as error:
-        for text in filter(None, [str(error), last_words()]):
+        is_input = isinstance(error, RoleDied) and error.exit_code == EXIT_BAD_INPUT
+        advice = "Correct the input first: it would end the run again." if is_input else ""
+        for text in filter(None, [str(error), advice, last_words()]):
             log.error("%s", text)
         return EXIT_FAILED
     return 0

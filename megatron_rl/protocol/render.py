@@ -135,7 +135,7 @@ class Renderer:
         if self.tags is not None:
             response = continued(response, self.tags, self.tail(prompt))
         ids = self.render_response(response)
-        if refusal := self.find_refusal(len(prompt), len(ids)) or self.find_foreign(ids):
+        if refusal := self.find_excess(len(prompt) + len(ids)) or self.find_foreign(ids):
             raise RenderError(refusal)
         return RenderedExample(prompt, ids, response)
 
@@ -215,6 +215,15 @@ class Renderer:
         return (
             f"the prompt has {tokens} tokens; allowed are 1 to {room} = generator.context_tokens "
             f"{self.context_tokens} - max_new_tokens {max_new_tokens}"
+        )
+
+    def find_excess(self, tokens: int) -> str:
+        """Why prompt and response of so many tokens cannot be learnt; empty when they can."""
+        if tokens <= self.context_tokens:
+            return ""
+        return (
+            f"prompt and response have {tokens} tokens; allowed are at most "
+            f"{self.context_tokens} (generator.context_tokens): raise it"
         )
 
     def find_foreign(self, ids: Sequence[int]) -> str:

@@ -7,12 +7,13 @@ reply, and the messages given to the model. Used by generators; needs the tokeni
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby, product
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.thinking import HOUSE_TAGS
+from megatron_rl.config.thinking import HOUSE_TAGS, in_tags
 from megatron_rl.protocol.call_forms import PROBE_TOOL, ToolCall, find_call_form
 from megatron_rl.protocol.chat_template import RenderError, Tool, Turn
 from megatron_rl.protocol.control_tokens import ControlTokens, unused_character
@@ -105,6 +106,73 @@ class Turns:
                 "in a system message, or give a render.chat_template that writes them"
             )
         return self._tokens.render(messages, tools)
+
+    def call(
+        self,
+        calls: Sequence[ToolCall],
+        content: str,
+        *,
+        thoughts: str = "",
+        tools: Sequence[Tool] = (),
+    ) -> list[int]:
+        """Token ids of a reply with calls, as the template writes it behind a prompt, and its end.
+
+        thoughts: apart from the content. Raises RenderError if the template refuses the reply or
+        leaves out a part of it.
+        """
+        if self._calls is None:
+            raise RenderError(
+                "the chat template writes no tool calls: its text with and without tool_calls is "
+                "the same. Write the calls into the content, or give a render.chat_template that "
+                "writes them"
+            )
+        tags, parts = self._renderer.tags, [content, thoughts]
+        if tags is not None:
+            content = in_tags(content, tags)
+            # Templates may write other blanks around the tags.
+            parts = [thoughts, *content.replace(tags.close, tags.open).split(tags.open)]
+        turn = self._calls.turn(calls, content)
+        # Templates read thoughts under one of two names, or within the content.
+        forms = [turn | {"reasoning_content": thoughts, "thinking": thoughts} if thoughts else turn]
+        if thoughts and tags is not None:
+            forms.append(turn | {"content": tags.around_thoughts(thoughts) + content})
+        names = Counter(call.name for call in calls)
+        results: list[Turn] = [
+            {**_PROBES["tool"], "name": call.name, "tool_call_id": call.id} for call in calls
+        ]
+        lost = ""
+        # In some templates only the next message ends a reply.
+        for form, behind in product(forms, ([], results)):
+            guard = unused_character([form], tools)
+            written = self._written([form, *behind], tools, guard)
+            text = written.replace(guard, "")
+            lost = next((part for part in parts if part.strip() not in text), "")
+            lost = lost or next((name for name in names if text.count(name) < names[name]), "")
+            end = self._ends.search(written, max(written.rfind(name) for name in names))
+            if end and not lost:
+                return self._tokens.encode(written[: end.end()], guard)
+        raise RenderError(
+            f"the chat template leaves {lost[:_SHOWN_CHARACTERS]!r} out of a message with "
+            "tool_calls: take it out, or give a render.chat_template that writes it"
+            if lost
+            else "the chat template writes no token behind tool_calls that ends a reply"
+        )
+
+    def _written(self, turns: Sequence[Turn], tools: Sequence[Tool], guard: str) -> str:
+        """What the template writes of these messages behind a prompt. Raises RenderError."""
+        offered = [self._tokens.mark_tool(tool, guard) for tool in tools]
+        opening = self._template.render([_PROBES["user"]], tools=offered)
+        text = self._template.render(
+            [_PROBES["user"], *(self._tokens.mark_turn(turn, guard) for turn in turns)],
+            opens_answer=False,
+            tools=offered,
+        )
+        if not text.startswith(opening):
+            raise RenderError(
+                f"the chat template opens a reply with {opening[-_SHOWN_CHARACTERS:]!r}, and "
+                "writes a message with tool_calls otherwise: give another render.chat_template"
+            )
+        return text.removeprefix(opening)
 
     def glue(
         self, sampled: Sequence[int], given: Sequence[Turn], tools: Sequence[Tool] = ()

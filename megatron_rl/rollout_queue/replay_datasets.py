@@ -9,6 +9,7 @@ import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -44,23 +45,41 @@ _EXPECTED = (
 )
 
 
+class _PlainMessage(ChatMessage, frozen=True):
+    """A message of text; calls would be lost."""
+
+    tool_calls: list[Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tool_calls:
+            raise ValueError(
+                "`tool_calls` are not read here: write the calls into `content` as the model "
+                "writes them"
+            )
+
+
 class RewardedExample(msgspec.Struct, frozen=True):
     """One line: a response and its reward."""
 
-    prompt: str | list[ChatMessage]
+    prompt: str | list[_PlainMessage]
     response: str
     reward: float
     task: str = "math"
     """The task whose system prompt it gets."""
     is_program: bool = False
     """Task code: the response is a program that reads standard input, not a function."""
+    tools: list[Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tools:
+            raise ValueError("`tools` are not read here: describe them in a system message")
 
     @property
     def messages(self) -> list[ChatMessage]:
         """The conversation; a plain text is one user message."""
         if isinstance(self.prompt, str):
             return [ChatMessage("user", self.prompt)]
-        return self.prompt
+        return [ChatMessage(message.role, message.content) for message in self.prompt]
 
     @property
     def key(self) -> tuple:

@@ -44,8 +44,8 @@ from megatron_rl.trainer.sft_dataset import (
     describe_sft,
     minibatches,
     read_sft_dataset,
-    tokenize,
 )
+from megatron_rl.trainer.sft_rendering import tokenize_lines
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.step_records import StepProfile
 from megatron_rl.weights.layout.rope import check_length
@@ -79,7 +79,8 @@ def main(cfg: Config, is_baseline: bool) -> None:
     if cfg.sft.dataset is None:
         raise InputError("sft.dataset names no file: supervised fine-tuning needs one")
     renderer = open_renderer(cfg)
-    sequences = tokenize(read_sft_dataset(cfg.sft.dataset), renderer)
+    examples = dict(enumerate(read_sft_dataset(cfg.sft.dataset)))
+    sequences = tokenize_lines(cfg.sft.dataset, examples, renderer)
     if cfg.train.pad_microbatches:
         check_fits(max(len(s.token_ids) for s in sequences), cfg.train.microbatch_tokens)
     steps = baseline_steps(cfg, sequences) if is_baseline else cfg.sft.steps

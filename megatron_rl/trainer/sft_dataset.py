@@ -1,10 +1,11 @@
-"""SFT examples: JSONL -> TrainSequences -> minibatches; and what a checkpoint says of them.
+"""SFT examples: lines of a file, minibatches of sequences, and what a checkpoint says of them.
 
 Runs in trainer ranks of supervised fine-tuning; the launcher reads examples too. A line is
 {"messages": [...], "response": "..."}; only response tokens (and the end of sequence after them)
 carry loss. In a line without a response, whose last message is the assistant's, all messages of the
 assistant carry loss: a conversation with holes, as reinforcement learning has them. Such a line may
-offer "tools": replies then call them as the chat template writes calls, results have the role tool.
+offer "tools": replies call them by "tool_calls", results have the role tool. `sft_rendering.py`
+makes the sequences.
 """
 
 import hashlib
@@ -18,21 +19,20 @@ import msgspec
 import numpy as np
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.thinking import continued
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.chat_template import RenderError, Tool
+from megatron_rl.protocol.chat_template import Tool
 from megatron_rl.protocol.checkpoint_folder import SFT_STATE
-from megatron_rl.protocol.render import Conversation, Renderer
-from megatron_rl.protocol.tool_calls import with_tools
-from megatron_rl.protocol.turns import Turns
-from megatron_rl.protocol.types import ChatMessage, TrainSequence
+from megatron_rl.protocol.render import Conversation
+from megatron_rl.protocol.types import TrainSequence
+from megatron_rl.trainer.sft_messages import ALLOWED_KEYS, ASSISTANT, SftMessage
 
 
 class SftExample(msgspec.Struct, frozen=True):
     """One conversation and the response to learn."""
 
-    messages: list[ChatMessage]
+    messages: list[SftMessage]
     response: str = ""
+    """"": the last message is the assistant's."""
     task: str = "math"
     """The task that chooses the system prompt, as in reinforcement learning."""
     is_program: bool = False
@@ -42,46 +42,66 @@ class SftExample(msgspec.Struct, frozen=True):
     tools: list[Tool] = []
     """Offered to the assistant, as chat templates take them; only with learns_all."""
 
+    @property
+    def conversation(self) -> Conversation:
+        """Task and messages before what is learnt last, as text alone."""
+        messages = self.messages if self.response else self.messages[:-1]
+        return Conversation(self.task, [m.plain for m in messages], self.is_program)
+
+    @property
+    def answer(self) -> str:
+        """The text that is learnt last."""
+        return self.response or self.messages[-1].text
+
 
 def read_sft_dataset(path: Path) -> list[SftExample]:
     """All SFT examples of a file; InputError names the file and line of the first bad one."""
-    try:
-        # Not splitlines(), which also splits at U+2028 inside JSON strings.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the SFT examples {path}: {error}") from error
     examples = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in _lines_of(path):
         try:
-            examples.append(_with_response(msgspec.json.decode(line, type=SftExample)))
+            examples.append(_checked(msgspec.json.decode(line, type=SftExample)))
         except msgspec.MsgspecError as error:
             raise InputError(
                 f"{path}:{number}: not an SFT example: {error}; expected "
                 '{"messages": [...], "response": "..."}, or {"messages": [...]} that ends with a '
-                "message of the assistant"
+                f"message of the assistant. Keys of a message: {ALLOWED_KEYS}"
             ) from error
     if not examples:
         raise InputError(f"{path} has no SFT examples")
     return examples
 
 
-def _with_response(example: SftExample) -> SftExample:
-    """The example, whose last message is its response if it has none. Raises ValidationError."""
-    if example.response and example.tools and not example.learns_all:
-        raise msgspec.ValidationError(
-            "Object has `tools`, which need an example whose last message is the assistant's, "
-            "without `response`"
-        )
+def _lines_of(path: Path) -> Iterator[tuple[int, str]]:
+    """(number from 1, line) of the lines that are not blank. Raises InputError."""
+    try:
+        # Not splitlines(), which also splits at U+2028 inside JSON strings.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the SFT examples {path}: {error}") from error
+    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def line_of(path: Path, index: int) -> int:
+    """The number of the line with this SFT example of a file. Raises InputError."""
+    return next(itertools.islice(_lines_of(path), index, None))[0]
+
+
+def _checked(example: SftExample) -> SftExample:
+    """The example, which learns all replies if it has no response. Raises ValidationError."""
+    if example.response and not example.learns_all:
+        keys = [key for message in example.messages for key in message.keys_beside_text]
+        if keys or example.tools:
+            raise msgspec.ValidationError(
+                f"Object has `{keys[0] if keys else 'tools'}`, which needs an example whose last "
+                "message is the assistant's, without `response`"
+            )
     if example.response:
         return example
-    if len(example.messages) < 2 or example.messages[-1].role != "assistant":
+    if len(example.messages) < 2 or example.messages[-1].role != ASSISTANT:
         raise msgspec.ValidationError("Object missing required field `response`")
-    *earlier, last = example.messages
-    return msgspec.structs.replace(
-        example, messages=earlier, response=last.content, learns_all=True
-    )
+    if not any(message.is_taught for message in example.messages):
+        raise msgspec.ValidationError("every message of the assistant has `weight` 0")
+    return msgspec.structs.replace(example, learns_all=True)
 
 
 def keep_sft_dataset(path: Path) -> list[SftExample]:
@@ -104,68 +124,6 @@ def _read_version(path: Path, version: tuple[int, ...]) -> list[SftExample]:
 def forget_sft_dataset() -> None:
     """Free what `keep_sft_dataset` keeps: a launcher lives as long as its run."""
     _read_version.cache_clear()
-
-
-def tokenize(examples: list[SftExample], renderer: Renderer) -> list[TrainSequence]:
-    """SFT examples as sequences; `minibatches` sets their weights."""
-    sequences = []
-    turns = Turns(renderer) if any(example.learns_all for example in examples) else None
-    for example in examples:
-        given: list[tuple[int, int]] = []
-        if turns is not None and example.learns_all:
-            prompt, response, given = _render_replies(example, renderer, turns)
-        else:
-            prompt, response, _ = renderer.render_example(
-                example.messages, example.response, task=example.task, is_program=example.is_program
-            )
-        count = len(response) - sum(end - start for start, end in given)
-        sequences.append(
-            TrainSequence(
-                token_ids=np.array(prompt + response, np.int32),
-                prompt_length=len(prompt),
-                generator_logprobs=np.zeros(count, np.float32),
-                token_versions=np.full(count, -1, np.int32),
-                advantage=0.0,
-                weight=0.0,
-                given=given,
-            )
-        )
-    return sequences
-
-
-def _render_replies(
-    example: SftExample, renderer: Renderer, turns: Turns
-) -> tuple[list[int], list[int], list[tuple[int, int]]]:
-    """(prompt ids, completion ids, given ranges of the completion) of a whole conversation.
-
-    Raises RenderError if it does not fit the context, or if the chat template cannot continue it.
-    """
-    conversation = Conversation(example.task, example.messages, example.is_program)
-    messages = [*renderer.turns(conversation), {"role": "assistant", "content": example.response}]
-    shown = len(messages) - 1 - len(example.messages)  # the run's own example is not learnt
-    first = next(n for n, m in enumerate(messages) if n >= shown and m["role"] == "assistant")
-    opened, tools = messages[:first], example.tools
-    if tools and "tools" not in renderer.template.reads:
-        opened, tools = with_tools(opened, tools), []
-    prompt, completion = turns.start(opened, tools), list[int]()
-    ranges: list[tuple[int, int]] = []
-    for is_reply, run in itertools.groupby(messages[first:], lambda m: m["role"] == "assistant"):
-        start = len(completion)
-        if not is_reply:
-            completion += turns.glue(completion, list(run), tools)
-            ranges.append((start, len(completion)))
-            continue
-        reply, *more = run
-        if more:
-            raise RenderError("two messages of the assistant in a row: join them to one")
-        text = reply["content"]
-        if renderer.tags is not None:
-            text = continued(text, renderer.tags, renderer.tail(prompt + completion))
-        completion += renderer.render_response(text)
-    refusal = renderer.find_refusal(len(prompt), len(completion))
-    if refusal := refusal or renderer.find_foreign(completion):
-        raise RenderError(refusal)
-    return prompt, completion, ranges
 
 
 def minibatches(

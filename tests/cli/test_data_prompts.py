@@ -11,6 +11,8 @@ from rich.console import Console
 from megatron_rl.cli import main as cli
 from megatron_rl.cli.data_tools.prompts import CheckOptions, ShowOptions, check, show
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.prompts import PromptSource
+from megatron_rl.data.prompts import read_prompts
 from megatron_rl.data.tiny_model import write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("forked_tokenizer_children")
@@ -127,6 +129,67 @@ def test_prompts_without_room_and_a_clean_file(tmp_path: Path) -> None:
     assert "the prompt has 1601 tokens; allowed are 1 to 500" in found["faults"][0]["text"]
     code, found = checked(path, "generator.context_tokens=40000", model=tmp_path / "model")
     assert code == 0 and found["faults"] == [] and found["notes"] == []
+
+
+def test_prompts_longer_than_the_model_has_positions_are_faults(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    write_tokenizer(tmp_path / "model")
+    config = {"max_position_embeddings": 256, "vocab_size": 64}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    # The tokenizer knows each character; the template writes one token more.
+    lines = [{"question": "1" * length, "answer": "2"} for length in (254, 255, 368)]
+    path = write(tmp_path / "mine.jsonl", *lines)
+    code, found = checked(path, 'render.system_prompt=""', model=tmp_path / "model")
+    assert code == 1 and faults(found) == [
+        ("mine.jsonl:2", "too_long"),
+        ("mine.jsonl:3", "too_long"),
+    ]
+    assert [fault["text"].partition(": ")[2] for fault in found["faults"]] == [
+        f"the prompt has {tokens} tokens; allowed are 1 to 255: the model has 256 positions"
+        for tokens in (256, 369)
+    ]
+    assert "the model has 256 positions (max_position_embeddings), fewer than" in found["notes"][0]
+    scaled = config | {"rope_scaling": {"factor": 2.0}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(scaled))
+    code, found = checked(path, 'render.system_prompt=""', model=tmp_path / "model")
+    assert code == 0
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+HISTORY = [
+    {"role": "user", "content": "2+3?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "5"},
+    {"role": "user", "content": "And plus 1?"},
+]
+
+
+@pytest.mark.parametrize("kind", ["auto", "jsonl"])
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"messages": HISTORY}, "message 1 has 'tool_calls', which prompts cannot have"),
+        ({"messages": json.dumps(HISTORY)}, "message 1 has 'tool_calls', which prompts cannot"),
+        ({"question": "2+3?", "tools": [TOOL]}, "'tools' offers tools, and prompts are rendered"),
+        ({"question": "2+3?", "tools": json.dumps([TOOL])}, "'tools' offers tools, and prompts"),
+    ],
+)
+def test_tools_and_calls_of_prompts_are_refused_and_not_left_out(
+    tmp_path: Path, kind: str, row: dict[str, Any], text: str
+) -> None:
+    empty = [{"role": "user", "content": "1+1?", "tool_calls": None}]
+    fine = {"messages": empty, "answer": "2", "tools": []}
+    path = write(tmp_path / "mine.jsonl", fine, {**row, "answer": "6"})
+    if kind == "auto" and "question" in row:
+        fine = {"question": "1+1?", "answer": "2", "tools": None}
+        write(path, fine, {**row, "answer": "6"})
+    if kind == "auto":
+        code, found = checked(path)
+        assert code == 1 and faults(found) == [("mine.jsonl:2", "tools")]
+        assert text in found["faults"][0]["text"] and found["prompts"] == 1
+    with pytest.raises(InputError, match=rf"mine\.jsonl:2: {text}"):
+        read_prompts([PromptSource(path=path, kind=kind)], 0)
 
 
 def test_few_faults_are_printed_and_all_are_counted(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ from megatron_rl.curation.sft_examples import (
 from megatron_rl.protocol.rollout import ConversationTurn, GivenMessage, given_ranges
 from megatron_rl.protocol.rollout_files import RecordedSpan, RolloutRecord
 from megatron_rl.protocol.types import ChatMessage, Prompt, Rollout
-from megatron_rl.trainer.sft_dataset import SftExample, read_sft_dataset, tokenize
+from megatron_rl.trainer.sft_dataset import SftExample, read_sft_dataset
+from megatron_rl.trainer.sft_messages import SftMessage
+from megatron_rl.trainer.sft_rendering import tokenize
 from tests.generation.test_episodes import ScriptedEngine, play
 from tests.protocol.real_templates import open_model
 
@@ -62,7 +64,7 @@ def test_each_rule_drops_what_it_names() -> None:
         "not_correct": 1, "ungraded": 1, "cut_at_limit": 1, "short": 1, "same_text": 1,
     }  # fmt: skip
     [example] = outcome.rows
-    assert example.messages == [ChatMessage("user", "q")] and example.task == "math"
+    assert example.messages == [SftMessage("user", "q")] and example.task == "math"
     with pytest.raises(InputError, match="none of 1 rollouts is left: 1 early"):
         mine(record("q"), step=4, first_step=5)
 
@@ -141,7 +143,7 @@ def test_parts_of_a_copy_are_there_in_that_share_of_the_examples() -> None:
 
 def test_instruction_data_has_its_share_and_epochs_are_stated() -> None:
     rollouts = [Mined(record(f"q{i}"), 0, "f") for i in range(90)]
-    given = [SftExample([ChatMessage("user", f"i{i}")], "r", "open") for i in range(50)]
+    given = [SftExample([SftMessage("user", f"i{i}")], "r", "open") for i in range(50)]
     options = SftExampleOptions(batch_size=8)
     outcome = mine_sft_examples(rollouts, instructions=given, prompts={}, options=options)
     mixed = [example for example in outcome.rows if example.task == "open"]
@@ -180,7 +182,7 @@ def test_all_messages_come_from_the_prompts_where_they_are_given() -> None:
         prompts={"q": prompt},
         options=SftExampleOptions(**NO_INSTRUCTIONS),
     )
-    assert outcome.rows[0].messages == messages
+    assert [message.plain for message in outcome.rows[0].messages] == messages
 
 
 def test_the_command_reads_training_steps_alone_and_writes_what_sft_reads(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from megatron_rl.config.tree import RenderConfig
 from megatron_rl.protocol.control_tokens import ControlTokens
 from megatron_rl.protocol.render import Conversation, Renderer, RenderError
 from megatron_rl.protocol.types import ChatMessage, Lease, Prompt, Sampling, VersionSpan
-from megatron_rl.trainer.sft_dataset import SftExample, tokenize
+from megatron_rl.trainer.sft_dataset import SftExample
+from megatron_rl.trainer.sft_messages import SftMessage
+from megatron_rl.trainer.sft_rendering import tokenize
 from tests.generation.tiny_model import CHARACTERS, EOS_ID, TEMPLATE, write_tokenizer
 
 FIRST = 3  # id of the first character, after the special tokens
@@ -105,7 +107,7 @@ def test_the_example_exchange_is_of_the_kind_of_the_prompts_tests(
     # As a generator, supervised fine-tuning and the search for prompts without room see it.
     worker = GeneratorWorker(OneToken(), renderer, Sent(), capacity=1)
     assert worker._completions._render(Lease(0, prompt, [0], Sampling(8, 1.0))) == expected
-    example = SftExample([question], "2", "code", prompt.is_program)
+    example = SftExample([SftMessage("user", question.content)], "2", "code", prompt.is_program)
     (sequence,) = tokenize([example], renderer)
     assert sequence.token_ids[: sequence.prompt_length].tolist() == expected
     conversation = Conversation(prompt.task, prompt.messages, prompt.is_program)

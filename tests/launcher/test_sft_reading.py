@@ -3,15 +3,19 @@
 import ctypes
 import json
 import os
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from megatron_rl.cli.main import main
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
+from megatron_rl.data.prompts import material_of_run
 from megatron_rl.launcher import nodes
 from megatron_rl.trainer import sft_dataset
 from megatron_rl.trainer.sft_dataset import forget_sft_dataset, keep_sft_dataset
@@ -67,6 +71,33 @@ def test_a_dry_run_opens_the_file_once(tmp_path: Path, overrides: list[str]) -> 
             main(["run", "--config", str(tmp_path / "c.toml"), "--dry-run", *overrides, *words]) < 2
         )
     assert count == [1]
+
+
+@pytest.mark.parametrize("command", ["run", "sft"])
+def test_a_dry_run_names_the_sft_line_that_is_too_long(
+    tmp_path: Path, overrides: list[str], command: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    question = [{"role": "user", "content": "1" * 3000}]
+    with (tmp_path / "sft.jsonl").open("a") as file:
+        file.write(json.dumps({"messages": question, "response": "2"}) + "\n")
+    forget_sft_dataset()
+    assert main([command, "--config", str(tmp_path / "c.toml"), "--dry-run", *overrides]) == 2
+    # The tokenizer knows each digit.
+    text = r"sft\.jsonl:4: the prompt has 3001 tokens; allowed are 1 to 2048 = generator"
+    assert re.search(text, caplog.text), caplog.text
+
+
+def test_a_cold_start_alone_needs_no_prompts(
+    tmp_path: Path, overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.toml").write_text('[render]\nsystem_prompt = ""\n')
+    words = [*overrides, "eval.prompts=0"]
+    assert main(["sft", "--config", str(tmp_path / "c.toml"), "--dry-run", *words]) == 0
+    said = capsys.readouterr().out
+    assert "prompts: none for training, 0 held out" in said
+    assert "would do: cold start of 1 steps" in said
+    with pytest.raises(InputError, match="no prompts are configured"):
+        material_of_run(load_config(tmp_path / "c.toml", [*words, "train.steps=1"]))
 
 
 def test_preparing_a_run_opens_the_file_once_and_keeps_nothing(

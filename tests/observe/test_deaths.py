@@ -161,6 +161,18 @@ def test_exit_code_2_is_for_what_was_refused_before_anything_started(
         assert caplog.messages[-1] == "The same command resumes."
 
 
+@pytest.mark.parametrize(("exit_code", "is_told"), [(2, True), (1, False), (-9, False)])
+def test_bad_input_of_a_rank_is_to_be_corrected_first(
+    exit_code: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work() -> None:
+        raise RoleDied("sft", exit_code, "sft ended")
+
+    assert until_death(work, lambda: "The same command resumes.") == 1
+    told = ["Correct the input first: it would end the run again."] if is_told else []
+    assert caplog.messages == ["sft ended", *told, "The same command resumes."]
+
+
 def test_a_signal_ends_with_the_words_of_what_can_be_done(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -13,7 +13,9 @@ from megatron_rl.protocol.chat_template import RenderError
 from megatron_rl.protocol.render import Conversation, Renderer
 from megatron_rl.protocol.render_probe import probe_renderer
 from megatron_rl.protocol.types import ChatMessage, Lease, Prompt, Sampling
-from megatron_rl.trainer.sft_dataset import SftExample, tokenize
+from megatron_rl.trainer.sft_dataset import SftExample
+from megatron_rl.trainer.sft_messages import SftMessage
+from megatron_rl.trainer.sft_rendering import tokenize
 from tests.protocol.template_families import (
     ASK,
     CHATML,
@@ -87,7 +89,7 @@ def test_one_setting_reaches_rollouts_sft_limits_and_what_is_shown(folders: Path
     worker = GeneratorWorker(OneToken(), renderer, [], capacity=1)
     # Evaluation has leases of the same kind.
     assert worker._completions._render(Lease(0, prompt, [0], Sampling(8, 1.0))) == expected
-    example = SftExample(prompt.messages, "12")
+    example = SftExample([SftMessage("user", ASK)], "12")
     (sequence,) = tokenize([example], renderer)
     assert sequence.token_ids[: sequence.prompt_length].tolist() == expected
     (shown,), findings = render_shown(config, [prompt])

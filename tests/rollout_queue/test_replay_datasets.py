@@ -15,7 +15,12 @@ from megatron_rl.protocol.rollout_files import write_thinned
 from megatron_rl.protocol.types import ChatMessage
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.replay import open_replay
-from megatron_rl.rollout_queue.replay_datasets import check_sources, check_tokens, prepare_datasets
+from megatron_rl.rollout_queue.replay_datasets import (
+    check_sources,
+    check_tokens,
+    prepare_datasets,
+    read_examples,
+)
 from tests.rollout_queue.makers import make_group
 
 pytestmark = pytest.mark.usefixtures("forked_tokenizer_children")
@@ -59,7 +64,7 @@ def test_examples_are_grouped_by_prompt_and_tokenised_as_the_trainer_would(tmp_p
     notes = prepare_datasets(config)
     assert notes[0].startswith("3 SFT examples are put into tokens")
     assert notes[1].startswith(
-        "warning: 2 of 5 SFT examples are left out; the first: the prompt has"
+        "warning: 2 of 5 SFT examples are left out; the first: prompt and response have"
     )
     drawn = open_replay(config, []).draw(0, []).load()
     by_size = {len(group.scored): group for group in drawn}
@@ -116,7 +121,7 @@ def test_a_file_that_is_empty_or_missing_is_named(tmp_path: Path) -> None:
 
 def test_examples_none_of_which_fits_are_bad_input(tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match="no SFT example of replay.datasets can be used: the prompt has"
+        InputError, match="no SFT example of replay.datasets can be used: prompt and response have"
     ):
         prepare_datasets(config_of(tmp_path, SFT_EXAMPLES[3:]))
 
@@ -164,3 +169,21 @@ def test_runs_with_other_tokens_are_refused(tmp_path: Path) -> None:
         check_sources(config_of(tmp_path, SFT_EXAMPLES, replay={"runs": [tmp_path / "run"]}))
     with pytest.raises(InputError, match="holds no rollouts"):
         check_sources(config_of(tmp_path, SFT_EXAMPLES, replay={"runs": [tmp_path / "model"]}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"prompt": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}, "calls"),
+        ({"prompt": "2+3?", "tools": [{"type": "function"}]}, "tools"),
+    ],
+)
+def test_tools_and_calls_are_refused_and_not_left_out(
+    tmp_path: Path, keys: dict[str, object], text: str
+) -> None:
+    path = tmp_path / "replay.jsonl"
+    fine = {"prompt": [{"role": "user", "content": "q", "tool_calls": None}], "tools": []}
+    rows = [{**one, "response": "5", "reward": 1.0} for one in (fine, keys)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputError, match=rf"replay\.jsonl:2: `(tool_)?{text}` are not read here"):
+        list(read_examples(path))

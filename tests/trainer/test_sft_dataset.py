@@ -12,7 +12,8 @@ from megatron_rl.data.tiny_model import make_folder
 from megatron_rl.protocol.chat_template import RenderError
 from megatron_rl.protocol.prompt import ChatMessage
 from megatron_rl.protocol.render import Conversation, Renderer
-from megatron_rl.trainer.sft_dataset import minibatches, read_sft_dataset, tokenize
+from megatron_rl.trainer.sft_dataset import minibatches, read_sft_dataset
+from megatron_rl.trainer.sft_rendering import tokenize
 from tests.protocol.real_templates import open_model
 
 LINE = '{"messages": [{"role": "user", "content": "sort 21="}], "response": "<think></think>12"}\n'
@@ -62,7 +63,7 @@ def test_all_replies_of_a_conversation_carry_loss_where_the_response_is_a_messag
     messages.insert(1, messages[1])
     path.write_text(json.dumps({"task": "sums", "messages": messages}) + "\n")
     with pytest.raises(RenderError, match="two messages of the assistant in a row"):
-        tokenize(read_sft_dataset(path), renderer)
+        list(tokenize(read_sft_dataset(path), renderer))
 
 
 def test_weights_of_a_minibatch_sum_to_one_and_every_example_comes_once_an_epoch(
@@ -72,7 +73,7 @@ def test_weights_of_a_minibatch_sum_to_one_and_every_example_comes_once_an_epoch
     path = tmp_path / "sft.jsonl"
     digits = ["1", "12", "123", "1234", "12345", "123456"]
     path.write_text("".join(LINE.replace("12", d) for d in digits))
-    sequences = tokenize(read_sft_dataset(path), make_renderer(tmp_path / "model"))
+    sequences = list(tokenize(read_sft_dataset(path), make_renderer(tmp_path / "model")))
     batches = list(minibatches(sequences, batch_size=3, steps=4, seed=1))
     for batch in batches:
         assert sum(s.weight * len(s.generator_logprobs) for s in batch) == pytest.approx(1.0)

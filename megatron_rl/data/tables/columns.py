@@ -170,7 +170,7 @@ def _instructions(questions: Sequence[Any]) -> tuple[str, str]:
 def text_of(messages: Any) -> str:
     """A question as one text: itself, or the last message of the user."""
     try:
-        messages = plain_turns(messages)
+        messages = plain_turns(messages, drops_calls=True)
     except NotText:
         return ""
     if isinstance(messages, str):

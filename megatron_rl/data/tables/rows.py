@@ -23,7 +23,7 @@ from megatron_rl.data.jsonl_source import (
     make_prompt,
     refuse_marked,
 )
-from megatron_rl.data.messages import NotText, plain_turns
+from megatron_rl.data.messages import NotText, plain_turns, refuse_tools
 from megatron_rl.data.tables.columns import NOTHING, ColumnMap
 from megatron_rl.data.tables.data_sets import TASK_TYPE, NoAnswer, take_part
 from megatron_rl.data.tables.test_forms import BadTests, entry_of, tests_in_answer, with_demands
@@ -80,6 +80,7 @@ class RowReader:
             if not self._columns.question:
                 check_keys({k: v for k, v in fields.items() if k not in self._used}, place)
             refuse_marked(fields, place)
+            refuse_tools(fields)
             ours = self._our_fields(fields)
             prompt = make_prompt(ours, place, name=name, task=self._source.task)
         except (BadTests, NoAnswer, NotText, InputError, RecursionError) as error:
@@ -224,7 +225,7 @@ def _fault_of(error: Exception, fields: dict[str, Any], place: str) -> RowFault:
     if isinstance(error, BadLine) and error.reason == "no_answer":
         example = example_fault(fields)
         return RowFault(place, error.reason, f"{place}: {example}" if example else str(error))
-    reasons = {BadTests: "bad_tests", NoAnswer: "no_answer", NotText: "not_text"}
+    reasons = {BadTests: "bad_tests", NoAnswer: "no_answer"}
     reason = getattr(error, "reason", reasons.get(type(error), "malformed"))
     text = str(error)
     return RowFault(place, reason, text if text.startswith(place) else f"{place}: {text}")
