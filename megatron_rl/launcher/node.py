@@ -197,6 +197,11 @@ class FirstNode(Node):
         )
         self.lock.heartbeat.check()
 
+    def record_nodes(self) -> None:
+        """Write the number of nodes where an earlier start of the run may have had another one."""
+        if (self.run_dir / "metrics.jsonl").exists():
+            self._write({NODES: self.count})
+
     def record(self, restart: RoleRestart) -> None:
         """Write a metric row about a restarted role of any node."""
         values: dict[str, float | str] = {
