@@ -32,7 +32,7 @@ COMMANDS = tuple(
         ("replay", "replay", "Repeat recorded steps, and compare.", _LOOK, False),
         ("audit", "audit", "Check a run's records for consistency.", _LOOK, False),
         ("analyse", "analyse", "Analyze weights, and reward against length.", _LOOK, True),
-        ("metrics", "metrics", "Explain metrics; export them.", _LOOK, True),
+        ("metrics", "metrics", "Print what metrics mean; export them.", _LOOK, True),
         ("config", "config", "Explain, show, compare and migrate keys.", _PLAN, True),
         ("plan", "plan", "Estimate what a run needs, and if it fits.", _PLAN, False),
         ("plan-weights", "plan", "Show what a weight sync moves between ranks.", _PLAN, False),

@@ -12,7 +12,11 @@ from megatron_rl.cli.command_line.printing import say
 from megatron_rl.cli.run import KEYS_HELP, RunOptions, load
 
 _GPUS_PER_HOST = Annotated[
-    int | None, typer.Option(help="GPUs of each node; default: the number that this node lists")
+    int | None,
+    typer.Option(
+        help="GPUs of each node; default: the number that this node lists. Give 1 for "
+        "nodes without GPUs"
+    ),
 ]
 
 
@@ -32,6 +36,8 @@ def prepare(options: PrepareOptions, console: Console) -> int:
 
     config = load(options.config, options.given, options.run_dir, is_dry=options.dry_run)
     machines = Machines(options.nodes, options.gpus_per_node)
+    if warning := machines.warning():
+        console.print(warning, style="bold red", highlight=False, soft_wrap=True)
     if options.dry_run:
         return dry_run(config, console, machines)
     machines.place(config)

@@ -62,7 +62,7 @@ class Status:
     peers: str = ""
     """Numbers of live engines and verifiers, names of missing ones; running runs only."""
     nodes: str = ""
-    """Number of nodes, and the latest that joined, left or came back; running runs only."""
+    """Number of nodes, and the latest that joined, left, came back or was refused; running only."""
     generators: str = ""
     """Load of the generators, name of the slowest; running runs only."""
     waits: str = ""

@@ -20,6 +20,7 @@ from megatron_rl.backend.environment import (
     ranks_environment,
     role_environment,
 )
+from megatron_rl.config.errors import ConfigError, InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.live_view import LiveView
 from megatron_rl.launcher.node_link import FirstNodeLink, NodeLink, OtherNodeLink
@@ -28,9 +29,18 @@ from megatron_rl.launcher.placement import NodeRoles, gpu_environment, listed_gp
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.run_folder import CONFIG, FolderLock
 from megatron_rl.launcher.supervisor import POLL_S, Role, Supervisor
+from megatron_rl.observe.heartbeat import FolderTaken
 from megatron_rl.protocol.disk_room import WriteFailed
+from megatron_rl.protocol.failure import (
+    FAILURES,
+    LAUNCHER,
+    clear_failures,
+    write_failure_of_launcher,
+)
 from megatron_rl.protocol.metrics import GENERATOR_RESTARTS, NODES, JsonlWriter
 from megatron_rl.protocol.node_messages import RoleRestart
+from megatron_rl.protocol.process import EXIT_FAILED
+from megatron_rl.protocol.wire import DeadlineExceeded, WireError
 
 _RESTARTS_OF = {
     "generator": GENERATOR_RESTARTS,
@@ -187,6 +197,11 @@ class FirstNode(Node):
         )
         self.lock.heartbeat.check()
 
+    def record_nodes(self) -> None:
+        """Write the number of nodes where an earlier start of the run may have had another one."""
+        if (self.run_dir / "metrics.jsonl").exists():
+            self._write({NODES: self.count})
+
     def record(self, restart: RoleRestart) -> None:
         """Write a metric row about a restarted role of any node."""
         values: dict[str, float | str] = {
@@ -243,7 +258,7 @@ def first_node(
     gpus: names of this node's GPUs; None: list them here. roles: None: all roles of the run.
     Raises InputError when the roles do not fit.
     """
-    started = time.monotonic()
+    started, notes = time.monotonic(), config.run.dir / "logs" / FAILURES
     gpus = listed_gpus() if gpus is None else gpus
     roles = roles or only_node(config, gpus)
     # The view closes last, to show the last rows of the children. The link closes first, so that
@@ -259,10 +274,17 @@ def first_node(
             config, roles, gpus, supervisor,
             link=link, stop=orderly_stop(config), count=nodes, view=view, lock=lock,
         )  # fmt: skip
+        clear_failures(notes, LAUNCHER)
         is_done = False
         try:
             yield node
             is_done = True
+        except FolderTaken:
+            raise
+        except (ConfigError, InputError, WireError, DeadlineExceeded) as error:
+            # Before other processes end, which may note errors that follow from it.
+            write_failure_of_launcher(notes, EXIT_FAILED, str(error))
+            raise
         finally:
             if not is_done:
                 view.enter_phase("ending all processes of the run")

@@ -79,7 +79,7 @@ class NodeLink(Closing):
 
     @abstractmethod
     def exchange(self, now: float) -> None:
-        """Send and receive heartbeats. Raises NodeLost."""
+        """Send and receive heartbeats. Raises NodeLost, and PlaceTaken where it is refused."""
 
     @abstractmethod
     def leave(self, error: str) -> None:
@@ -119,6 +119,8 @@ class FirstNodeLink(NodeLink):
         self._router = Router(ports.host, ports.nodes, keys, endpoint=NODES, label=ports.label)
         self.registry = NodeRegistry(nodes, config.nodes, time.monotonic())
         self._peers: set[str] = set()
+        self._waiting: set[str] = set()
+        """Launchers whose place another one has, which may live."""
         self._interruption = ""
 
     def begin(self, phase: RunPhase, look: Look) -> RunPhase:
@@ -215,11 +217,17 @@ class FirstNodeLink(NodeLink):
         peer, message = received
         assert isinstance(message, NodeState), "the endpoint takes nothing else"
         try:
-            self.registry.note(message, now)
+            has_place = self.registry.note(message, now)
         except PlaceTaken as error:
-            log.warning("%s", error)
-            self._router.send(peer, RunPhase(0, PhaseKind.END, refused=message.session))
+            why = str(error)
+            log.warning("node %d is refused: %s", message.node, why)
+            self._waiting.discard(peer)
+            self._router.send(peer, RunPhase(0, PhaseKind.END, error=why, refused=message.session))
             return True
+        if not has_place:
+            self._waiting.add(peer)
+            return True
+        self._waiting.discard(peer)
         self._peers.add(peer)
         self._end_start()
         if self._phase is not None:
@@ -238,7 +246,8 @@ class FirstNodeLink(NodeLink):
 
     def _tell(self, phase: RunPhase) -> None:
         self._phase = phase
-        for peer in self._peers:
+        is_over = phase.error or phase.kind == PhaseKind.END
+        for peer in self._peers | self._waiting if is_over else self._peers:
             # An unreachable node gets the phase in answer to its next state.
             self._router.send(peer, self._told(phase))
 
@@ -272,12 +281,13 @@ class OtherNodeLink(NodeLink):
         self._heard_at = self._dialled_at = time.monotonic()
         self._next_beat_at = 0.0
         self._restarts = 0
+        self._is_refused = False
 
     def next_phase(self, look: Look) -> RunPhase:
         """Report that the phase before has ended here, and wait for the next.
 
         A node that joins in a phase that is ending waits for the one after it. The first node
-        bounds the wait while it is heard. Raises NodeLost.
+        bounds the wait while it is heard. Raises NodeLost, PlaceTaken.
         """
         if self._phase is not None:
             self._say(ended=self._phase.number)
@@ -317,7 +327,11 @@ class OtherNodeLink(NodeLink):
         if not isinstance(message, RunPhase):
             raise WireError(f"the first node sent {type(message).__name__}")
         if message.refused == self._state.session:
-            raise NodeLost(f"another launcher has the place of node {self._state.node}")
+            self._is_refused = True
+            raise PlaceTaken(
+                "the first node refuses this launcher, and the run continues without it: "
+                f"{message.error}"
+            )
         if message.refused:
             return
         if message.error:
@@ -344,7 +358,9 @@ class OtherNodeLink(NodeLink):
         self._say(is_leaving=True)
 
     def leave(self, error: str) -> None:
-        self._say(error=error)
+        # The launcher that has the place speaks for the node.
+        if not self._is_refused:
+            self._say(error=error)
 
     def _say(self, **changes: object) -> None:
         self._state = msgspec.structs.replace(self._state, **changes)

@@ -6,7 +6,7 @@ Used by `node_link.py`. No sockets, no clock: times are monotonic seconds.
 import logging
 from collections import Counter
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import NodesConfig
@@ -16,10 +16,15 @@ log = logging.getLogger(__name__)
 
 _REPLACED_S = 5.0
 """A launcher sends its state once a second; after this silence a new one may take its place."""
+_ALIVE_S = 2.0
+"""A launcher that is heard so long after a second one of its node came is alive."""
+_SEEN_S = 0.5
+"""A new launcher is known for so long before it takes a place. When the first node has stalled, the
+states of a live launcher are read after those of the new one, at the same time."""
 
 
 class PlaceTaken(InputError):
-    """Another launcher has the place of a node that may return."""
+    """A launcher has no place in the run, and ends; the run continues."""
 
 
 class Loss(NamedTuple):
@@ -46,47 +51,84 @@ class NodeRegistry:
         self.lost: dict[int, Loss] = {}
         """Those that are lost now."""
         self._interruptions: list[str] = []
-        self._replaced: set[int] = set()
-        """Sessions of trainer nodes whose place another launcher has taken."""
+        self._since: dict[int, float] = {}
+        """When the launcher of each node was first heard."""
+        self._waiting: dict[tuple[int, int], float] = {}
+        """Launchers that want the place of another, and when each was first heard."""
+        self._replaced: set[tuple[int, int]] = set()
+        """Launchers whose place another one has taken."""
+        self._refused: dict[tuple[int, int], str] = {}
+        """Launchers without a place, and why."""
 
-    def note(self, state: NodeState, now: float) -> None:
-        """Take in a node's state. Raises InputError for wrong numbers of configured nodes.
+    def note(self, state: NodeState, now: float) -> bool:
+        """Take in a node's state. False: its launcher waits, as another has its place and may live.
 
-        Raises PlaceTaken for a second launcher of a node that may return.
+        Raises PlaceTaken for a launcher without a place. The run never ends for it.
         """
-        if state.session in self._replaced:
-            raise PlaceTaken(f"an earlier launcher of node {state.node} is heard, and is refused")
+        if why := self._refused.get(_key(state)):
+            raise PlaceTaken(why)
+        if _key(state) in self._replaced:
+            if state.is_leaving:
+                return True
+            raise PlaceTaken(f"another launcher has taken the place of node {state.node}")
+        self._check_numbers(state)
         known = self._states.get(state.node)
         is_new = known is None or known.session != state.session
-        is_twice = known is not None and is_new and not self._is_gone(known, now)
-        if state.is_joined and is_twice:
-            # The run does not end for it.
-            log.warning("node %d has joined twice", state.node)
-            return
-        is_configured = 1 <= state.node < self._nodes
-        if state.nodes != self._nodes or not (is_configured or state.is_joined):
-            raise InputError(
-                f"a node was started as --node {state.node} of --nodes {state.nodes}, the first "
-                f"one with --nodes {self._nodes}: use the same --nodes everywhere and a unique "
-                "--node on each node"
-            )
-        if is_twice and state.node in self.may_return:
-            raise PlaceTaken(f"a second launcher of node {state.node} is refused")
-        if is_twice:
-            raise InputError(f"--node {state.node} was started twice: give each its own place")
+        if known is not None and is_new and not self._may_replace(known, state, now):
+            return False
         if known is None and state.is_joined:
             self._events.append(f"node {state.node} has joined with {_text_of_roles(state)}")
         elif known is None:
             log.info("node %d is there", state.node)
         elif not (state.error or state.is_leaving):
             self._note_return(state, is_new=is_new)
-        if known is not None and is_new and state.node in self.may_return:
-            self._replaced.add(known.session)
+        if is_new:
+            self._since[state.node] = now
+            self._waiting.pop(_key(state), None)
+        if known is not None and is_new:
+            self._replaced.add(_key(known))
         last = 0
         if known is not None and not is_new and known.restarts:
             last = known.restarts[-1].number
         self._restarts += [one for one in state.restarts if one.number > last]
         self._states[state.node], self._heard_at[state.node] = state, now
+        return True
+
+    def _check_numbers(self, state: NodeState) -> None:
+        if state.nodes == self._nodes and (state.is_joined or 1 <= state.node < self._nodes):
+            return
+        spare = self._limits.spare
+        self._refuse(
+            state,
+            f"a launcher was started as --node {state.node} of --nodes {state.nodes + spare}, the "
+            f"first one with --nodes {self._nodes + spare}: use the same --nodes everywhere and a "
+            "unique --node on each node",
+        )
+
+    def _may_replace(self, known: NodeState, state: NodeState, now: float) -> bool:
+        """Whether a new session takes the place of a known one. Raises PlaceTaken if that lives."""
+        node, heard_at = known.node, self._heard_at[known.node]
+        if state.error or state.is_leaving:
+            return False
+        if node in self.away or node in self.lost:
+            return True
+        came_at = self._waiting.setdefault(_key(state), now)
+        if heard_at - came_at > _ALIVE_S:
+            self._refuse(
+                state,
+                f"--node {node} was started twice: another launcher, at {known.address}, has had "
+                f"this place for {now - self._since[node]:.0f} s and is alive. Start this one with "
+                "the --node of a place that is free, or not at all",
+            )
+        can_wait = not known.is_vital or node in self.may_return
+        return can_wait and now - heard_at > _REPLACED_S and now - came_at > _SEEN_S
+
+    def _refuse(self, state: NodeState, why: str) -> NoReturn:
+        self._refused[_key(state)] = why
+        self._events.append(
+            f"a launcher at {state.address} is refused, and the run continues: {why}"
+        )
+        raise PlaceTaken(why)
 
     def _note_return(self, state: NodeState, *, is_new: bool) -> None:
         was_away, loss = self.away.pop(state.node, None), self.lost.pop(state.node, None)
@@ -96,12 +138,6 @@ class NodeRegistry:
         if is_new and loss is None and state.node in self.may_return:
             # Its end was not noticed yet.
             self._interruptions.append(f"node {state.node} was started again")
-
-    def _is_gone(self, known: NodeState, now: float) -> bool:
-        """Whether another session may take the place of a node that the run can wait for."""
-        node, is_silent = known.node, now - self._heard_at[known.node] > _REPLACED_S
-        can_wait = not known.is_vital or node in self.may_return
-        return node in self.away or node in self.lost or (is_silent and can_wait)
 
     @property
     def present(self) -> int:
@@ -114,7 +150,7 @@ class NodeRegistry:
         return taken
 
     def take_events(self) -> list[str]:
-        """Texts about nodes that joined, left or came back, since the last call."""
+        """Texts about nodes that joined, left, came back or were refused, since the last call."""
         taken, self._events = self._events, []
         return taken
 
@@ -132,7 +168,11 @@ class NodeRegistry:
         if now - self._opened_at > limit_s:
             for node in range(1, self._nodes):
                 if node not in self._states:
-                    return f"node {node} was not heard within {limit_s:.0f} s of the first one"
+                    refused = "".join(f"; refused: {why}" for why in self._refused.values())
+                    return (
+                        f"node {node} was not heard within {limit_s:.0f} s of the first one"
+                        f"{refused}"
+                    )
         for node, state in self._states.items():
             if (loss := self.lost.get(node)) is not None:
                 if now - loss.at > self._limits.wait_s:
@@ -204,6 +244,11 @@ def sum_of(*counts: dict[str, int], minus: dict[str, int] | None = None) -> dict
         total.update(one)
     total.subtract(minus or {})
     return {key: count for key, count in total.items() if count}
+
+
+def _key(state: NodeState) -> tuple[int, int]:
+    """Identifies a launcher."""
+    return state.node, state.session
 
 
 def _text_of_roles(state: NodeState) -> str:

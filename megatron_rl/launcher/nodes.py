@@ -148,7 +148,10 @@ def _placed(
     config, gpus = load_config(path), listed_gpus()
     count = gpus_per_node or len(gpus)
     if not count or (gpus and len(gpus) < count):
-        raise InputError(f"this node lists {len(gpus)} GPUs: give --gpus-per-node")
+        raise InputError(
+            f"this node lists {len(gpus)} GPUs: give --gpus-per-node, at most that number; on "
+            "nodes without GPUs --gpus-per-node 1, to `megatron-rl prepare` too"
+        )
     return config, place(config, nodes=nodes, gpus_per_node=count)[node], gpus
 
 

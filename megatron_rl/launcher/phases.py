@@ -68,6 +68,7 @@ log = logging.getLogger(__name__)
 def lead(own: FirstNode, *, is_resumed: bool) -> None:
     """Run all phases in order, on the first node."""
     config = own.config
+    own.record_nodes()
     is_first = is_due(config, is_resumed=is_resumed)
     if is_first and (config.sft.candidates or not config.train.steps):
         if not is_trained(config):

@@ -230,5 +230,15 @@ class Machines:
         nodes = self.nodes or nodes_needed(config, gpus_per_node=count)
         return place(config, nodes=nodes, gpus_per_node=count)
 
+    def warning(self) -> str:
+        """Why `place` cannot check whether the roles fit the nodes; "": it can."""
+        if self.gpus_per_node or listed_gpus():
+            return ""
+        return (
+            "warning: this node lists no GPUs, so nothing checks whether the roles fit the nodes: "
+            "give --gpus-per-node. On nodes without GPUs give --gpus-per-node 1 here, and to "
+            "`megatron-rl node`, which needs it"
+        )
+
 
 ONE_NODE = Machines()

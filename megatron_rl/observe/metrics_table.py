@@ -223,7 +223,7 @@ WEIGHT_SYNC = (
           "logs/generator-*-node-*.log", "count"),
     Entry("launch/verifier_restarts", "restarts of a verifier that died", "0", "logs/verifier*.log",
           "count"),
-    Entry("launch/nodes", "nodes of the run with joined ones, when one comes or leaves",
+    Entry("launch/nodes", "nodes of the run with joined ones, at a resume and after each change",
           "", "logs/launch-node-*.log"),
     Entry("peers/generators", "generators that the queue hears", "peers/generators_wanted",
           "peers/missing names the others: their logs"),

@@ -22,6 +22,7 @@ from megatron_rl.protocol.metrics import (
     EVALUATION_RUNNING,
     GROUPS_DROPPED,
     NODES,
+    RESUMED,
     Row,
 )
 from megatron_rl.rollout_queue.peer_rows import (
@@ -95,7 +96,10 @@ class RunState:
             return "evaluation"
         if "max_restarts" in row:
             return "restart"
-        if NODES in row:
+        if RESUMED in row:
+            # Its processes are those of another start.
+            self.peers, self.nodes, self.generators, self.waits = Peers(), "", "", []
+        if "node_event" in row:
             self.nodes = f"nodes {row[NODES]}; {row['node_event']}"
             return "node"
         if self.activity.take(row):

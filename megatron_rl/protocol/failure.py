@@ -16,6 +16,8 @@ FAILURE_VARIABLE = "MEGATRON_RL_FAILURE_NOTE"
 """Environment variable, set by the launcher: path of the note, without suffix."""
 FAILURES = "failures"
 """Folder of the notes, below RUN/logs."""
+LAUNCHER = "launch"
+"""Role of the launcher, in the name of its note."""
 _ENDING = ".json"
 _RANK = ".rank-"
 
@@ -44,8 +46,16 @@ def write_failure(exit_code: int, text: str) -> None:
     who = path.name if rank is None else f"{path.name}, rank {rank}"
     path = path.with_name(path.name + ("" if rank is None else f"{_RANK}{rank}") + _ENDING)
     known = _read(path)
-    if known is not None and known.pid == os.getpid():
-        return
+    if known is None or known.pid != os.getpid():
+        _write(path, who, exit_code, text)
+
+
+def write_failure_of_launcher(folder: Path, exit_code: int, text: str) -> None:
+    """Note the error with which the launcher of the first node ends the run."""
+    _write(folder / f"{LAUNCHER}{_ENDING}", LAUNCHER, exit_code, text)
+
+
+def _write(path: Path, who: str, exit_code: int, text: str) -> None:
     failure = Failure(time.time(), who, exit_code, text, os.getpid())
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:

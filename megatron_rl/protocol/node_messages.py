@@ -107,9 +107,9 @@ class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
     is_ending: bool = False
     """The queue of the phase has ended, and the other roles are ending."""
     error: str = ""
-    """Why the first node leaves the run."""
+    """Why the first node leaves the run, or refuses a launcher."""
     refused: int = 0
-    """Session of a launcher whose place another one has; 0: it is none."""
+    """Session of a launcher without a place in the run; 0: none is refused."""
     given_up: dict[str, Change] = {}
     """As in NodeState, summed over all nodes; less than 0 where more have joined."""
     addresses: dict[Count, Name] = {}

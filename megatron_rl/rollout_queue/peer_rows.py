@@ -163,6 +163,11 @@ class RollCall:
         self._generators.discard(name)
         self._verifiers.discard(name)
 
+    def forget_all(self) -> None:
+        """Note that another start of the run has its own peers."""
+        self._generators.clear()
+        self._verifiers.clear()
+
     def take_row(self, generators: Iterable[str], verifiers: Iterable[str]) -> Row | None:
         """A row about the live peers; None if nothing changed."""
         now_generators, now_verifiers = set(generators), set(verifiers)

@@ -58,6 +58,7 @@ class Presence:
             self._leases.hand_back(name, ())
         for name in self._scoring.verifiers:
             self._scoring.hand_back(name, ())
+        self._roll_call.forget_all()
 
     def pop_stops(self) -> list[Farewell]:
         """Stops for peers that hold nothing any more, since the last call."""

@@ -18,7 +18,7 @@ from megatron_rl.protocol.checkpoint_folder import (
 from megatron_rl.protocol.endpoints import PROMPTS
 from megatron_rl.protocol.frames import decode_frames
 from megatron_rl.protocol.ledger import FOLDER, LOG, Received, read_entries, segment_path
-from megatron_rl.protocol.metrics import CONTINUED, RESUMED, read_jsonl
+from megatron_rl.protocol.metrics import CONTINUED, NODES, RESUMED, read_jsonl
 from megatron_rl.protocol.types import RolloutDone
 from tests.end_to_end import commands
 from tests.end_to_end.test_lost_generator import (
@@ -112,6 +112,8 @@ def test_a_killed_launcher_started_again_generates_nothing_twice(
     rows = [row for row in read_jsonl(run_dir / "metrics.jsonl") if RESUMED in row]
     assert [(row["step"], row[CONTINUED]) for row in rows] == [(step, 1) for step in begun[1:]]
     assert begun[:3] == [0, 0, 0] and begun[3] >= EVERY
+    nodes = [row[NODES] for row in read_jsonl(run_dir / "metrics.jsonl") if NODES in row]
+    assert nodes == [1] * len(moments)
     check_repeated(run_dir)
     check_trained(run_dir, STEPS)
     with commands.launched("audit", run_dir) as audit:

@@ -229,18 +229,28 @@ def test_the_lines_for_ssh_start_a_run(config_path: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.exhaustive
-def test_a_node_whose_role_dies_ends_with_an_error(config_path: Path, tmp_path: Path) -> None:
+def test_surplus_launchers_end_alone_and_a_node_whose_role_dies_ends_the_run(
+    config_path: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
-    prepare(config_path, run_dir)
-    # On the first one the trainer and the queue run, on the second one the generator.
-    first = start("node", str(run_dir), "--node", "0", "--nodes", "2", "--gpus-per-node", "1")
-    node = start("node", str(run_dir), "--node", "1", "--nodes", "2", "--gpus-per-node", "1")
-    ready = run_dir / "logs" / "generator-0.ready"
+    prepare(config_path, run_dir, "train.steps=100000")
+
+    def launch(number: int, nodes: int) -> subprocess.Popen[str]:
+        """On the first one the trainer and the queue run, on the second one the generator."""
+        return start("node", run_dir, "--node", number, "--nodes", nodes, "--gpus-per-node", 1)
+
+    first, node = launch(0, 2), launch(1, 2)
+    wait_until(lambda: trained(run_dir) >= 3, first)
+    surplus = [launch(1, 2), launch(1, 3)]
+    twice, wrong = (one.communicate(timeout=60)[0] for one in surplus)
+    assert [one.returncode for one in surplus] == [2, 2], [twice, wrong]
+    assert "--node 1 was started twice: another launcher, at 127.0.0.1, has had this" in twice
+    assert "--node 1 of --nodes 3, the first one with --nodes 2: use the same" in wrong
+    step = trained(run_dir)
+    wait_until(lambda: trained(run_dir) >= step + 3, first)
+    assert node.poll() is None
+    assert "is refused, and the run continues" in read_status(run_dir, time.time()).nodes
     process = psutil.Process(node.pid)
-    for _ in range(600):
-        if ready.exists() or node.poll() is not None:
-            break
-        psutil.wait_procs([process], timeout=0.1)
     children = process.children(recursive=True)
     others = psutil.Process(first.pid).children(recursive=True)
     [generator] = [child for child in children if "generation.worker" in child.cmdline()]
@@ -251,8 +261,10 @@ def test_a_node_whose_role_dies_ends_with_an_error(config_path: Path, tmp_path: 
     # The other node hears of it, and ends too.
     text, _ = first.communicate(timeout=60)
     assert first.returncode == 1, text
-    assert "node 1 has left the run: generator-0 ended with signal 9" in text
+    left = "node 1 has left the run: generator-0 ended with signal 9"
+    assert left in text and text.count("is refused, and the run continues") == 2
     assert not any(child.is_running() for child in others)
+    assert read_status(run_dir, time.time()).error.startswith(f"launch: {left}")
 
 
 @pytest.mark.exhaustive

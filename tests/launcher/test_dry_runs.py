@@ -160,6 +160,19 @@ def test_a_run_of_several_nodes_says_its_places_or_how_many_nodes_it_needs(
     assert not (files / "run").exists()
 
 
+def test_prepare_says_on_a_node_without_gpus_that_node_needs_their_number(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = ["prepare", "--dry-run", "--nodes", "2", "--config", "one_node", "eval.prompts=4",
+             *given(files, "parallel.tensor=1", "generator.replicas=1")]  # fmt: skip
+    for more, is_warned in ([], True), (["--gpus-per-node", "1"], False):
+        assert main([*words, *more]) == 0
+        text = capsys.readouterr().out
+        assert ("give --gpus-per-node 1 here, and to `megatron-rl node`" in text) is is_warned
+        assert ("on 2 nodes: 1 trainer ranks on node 0; generator-0" in text) is not is_warned
+
+
 def test_a_model_too_large_for_the_memory_of_a_cpu_host_is_said(
     files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

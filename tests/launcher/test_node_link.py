@@ -8,108 +8,15 @@ from functools import partial
 
 import pytest
 
-from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config, NodesConfig, PortsConfig
 from megatron_rl.launcher import node_link
 from megatron_rl.launcher.node_link import FirstNodeLink, NodeLost, OtherNodeLink
-from megatron_rl.launcher.node_registry import NodeRegistry
+from megatron_rl.launcher.node_registry import PlaceTaken
 from megatron_rl.protocol.node_messages import NodeState, PhaseKind, RoleRestart, RunPhase
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.wire import TurnedAway
 from tests.lossy_router import LINKS, Loss, LossyRouter
 from tests.ports import free_port
-
-LIMITS = NodesConfig(start_timeout_s=10, silence_timeout_s=4, end_timeout_s=6)
-
-
-def state(node: int, ended: int = 0, **changes: object) -> NodeState:
-    given = {"node": node, "nodes": 3, "address": f"10.0.0.{node}", "session": 1, "ended": ended}
-    return NodeState(**given | changes)
-
-
-def test_a_node_is_missed_when_it_never_came_fell_silent_or_left() -> None:
-    attendance = NodeRegistry(3, LIMITS, now=100.0)
-    attendance.note(state(1), 105.0)
-    assert attendance.find_lost(109.0) == ""
-    assert attendance.find_lost(109.1) == "node 1 has been silent for 4 s"
-    attendance.note(state(1), 110.0)
-    assert attendance.find_lost(110.0) == ""
-    assert attendance.find_lost(110.1) == "node 2 was not heard within 10 s of the first one"
-    attendance.note(state(2), 110.2)
-    attendance.note(state(1, error="a role died"), 110.3)
-    assert attendance.find_lost(110.4) == "node 1 has left the run: a role died"
-
-
-SERVING = {"is_vital": False, "replicas": {"generator": 2, "verifier": 1}}
-
-
-def test_the_run_continues_without_a_node_that_only_serves_until_it_is_back() -> None:
-    registry = NodeRegistry(3, LIMITS, now=0.0)
-    registry.note(state(1), 0.0)
-    registry.note(state(2, given_up={"generator": 1}, **SERVING), 0.0)
-    assert (registry.find_lost(4.0), registry.given_up()) == ("", {"generator": 1})
-    registry.note(state(1), 5.0)
-    assert registry.find_lost(5.0) == "" and registry.behind(1) == [1]
-    assert registry.take_events() == [
-        "node 2 has been silent for 5 s: the run continues without its 2 generators and 1 verifier"
-    ]
-    assert registry.given_up() == {"generator": 2, "verifier": 1}
-    # Another launcher takes its place; one that is there is never replaced.
-    registry.note(state(2, session=2, **SERVING), 6.0)
-    assert (registry.find_lost(6.0), registry.given_up()) == ("", {})
-    assert registry.take_events() == ["node 2 is back with 2 generators and 1 verifier"]
-    with pytest.raises(InputError, match="--node 2 was started twice"):
-        registry.note(state(2, session=3, **SERVING), 7.0)
-    # It is killed, and started again before its silence was noticed.
-    registry.note(state(2, session=4, restarts=(), **SERVING), 12.0)
-    assert registry.take_events() == ["node 2 is back with 2 generators and 1 verifier"]
-    registry.note(state(2, session=4, is_leaving=True, **SERVING), 13.0)
-    registry.note(state(1), 13.0)
-    assert registry.find_lost(13.0) == "" and registry.given_up() == SERVING["replicas"]
-    assert registry.take_events() == [
-        "node 2 leaves the run: the run continues without its 2 generators and 1 verifier"
-    ]
-
-
-def test_replicas_of_a_joined_node_come_on_top_of_the_configured_ones() -> None:
-    registry = NodeRegistry(1, LIMITS, now=0.0)
-    joined = {"nodes": 1, "is_joined": True, "is_vital": False, "replicas": {"generator": 2}}
-    registry.note(state(4, **joined), 0.0)
-    assert registry.take_events() == ["node 4 has joined with 2 generators"]
-    assert registry.given_up() == {"generator": -2} and registry.behind(1) == [4]
-    registry.note(state(4, given_up={"generator": 1}, **joined), 1.0)
-    assert registry.given_up() == {"generator": -1}
-    # Nothing that it says ends the run.
-    registry.note(state(4, session=7, **joined), 1.5)
-    registry.note(state(4, error="no GPU", **joined), 2.0)
-    assert registry.find_lost(2.0) == "" and registry.given_up() == {}
-    assert registry.behind(1) == []
-
-
-def test_a_phase_is_over_when_every_node_has_ended_it() -> None:
-    attendance = NodeRegistry(3, LIMITS, now=0.0)
-    assert attendance.behind(1) == [1, 2]
-    attendance.note(state(2, ended=1), 1.0)
-    assert attendance.behind(1) == [1] and attendance.behind(2) == [1, 2]
-    attendance.note(state(1, ended=2), 1.0)
-    assert attendance.behind(1) == []
-    assert NodeRegistry(1, LIMITS, now=0.0).behind(7) == []
-
-
-@pytest.mark.parametrize(
-    ("wrong", "expected"),
-    [
-        (state(1, session=2), "--node 1 was started twice"),
-        (state(3), "as --node 3 of --nodes 3"),
-        (state(0), "as --node 0 of --nodes 3"),
-        (state(2, nodes=2), "as --node 2 of --nodes 2, the first one with --nodes 3"),
-    ],
-)
-def test_nodes_that_were_started_wrongly_are_named(wrong: NodeState, expected: str) -> None:
-    attendance = NodeRegistry(3, LIMITS, now=0.0)
-    attendance.note(state(1), 0.0)
-    with pytest.raises(InputError, match=expected):
-        attendance.note(wrong, 0.0)
 
 
 def config(label: str = "a", **limits: float) -> Config:
@@ -142,7 +49,7 @@ class Follower(threading.Thread):
             if not self.is_killed:
                 with link:
                     self._follow(link)
-        except (NodeLost, TurnedAway, RuntimeError, Interrupted) as error:
+        except (NodeLost, PlaceTaken, TurnedAway, RuntimeError, Interrupted) as error:
             self.error = error
 
     def _follow(self, link: OtherNodeLink) -> None:
@@ -336,6 +243,45 @@ def test_a_node_that_falls_silent_is_missed_by_the_first_and_so_by_all() -> None
             raise lost
         two.join(60)
         assert "node 1 has been silent" in str(two.error)
+
+
+def test_launchers_without_a_place_are_refused_and_the_others_continue() -> None:
+    cfg = config()
+    with followers(cfg, 2) as (one,), FirstNodeLink(cfg, 2) as first:
+        first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
+        while not one.phases:
+            look(first)
+        refused = [Follower(cfg, 1, nodes) for nodes in (2, 3)]
+        for launcher in refused:
+            launcher.start()
+        until = time.monotonic() + 60
+        while any(launcher.is_alive() for launcher in refused) and time.monotonic() < until:
+            look(first)
+        assert [type(launcher.error) for launcher in refused] == [PlaceTaken, PlaceTaken]
+        twice, wrong = (str(launcher.error) for launcher in refused)
+        assert "the run continues without it: --node 1 was started twice" in twice
+        assert "was started as --node 1 of --nodes 3, the first one with --nodes 2" in wrong
+        assert not any(launcher.phases for launcher in refused)
+        first.end_phase()
+        first.end_run(partial(look, first))
+        one.join(60)
+        assert one.error is None and [kind for kind, _ in one.ended] == [PhaseKind.TRAINING]
+
+
+def test_a_launcher_that_waits_for_a_dead_one_hears_how_the_run_ends() -> None:
+    cfg = config(silence_timeout_s=4.0)
+    with followers(cfg, 2, work_s=60.0) as (killed,):
+        second = Follower(cfg, 1, 2)
+        with pytest.raises(NodeLost), FirstNodeLink(cfg, 2) as first:
+            first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
+            while not killed.phases:
+                look(first)
+            killed.is_killed = True
+            second.start()
+            raise lose(first, within_s=60)
+        second.join(60)
+    said = "the first node has left the run: node 1 has been silent for 4 s"
+    assert str(second.error) == said and not second.phases
 
 
 def test_the_others_miss_a_first_node_that_falls_silent() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_rl.observe.run_state import EvaluationProgress
+from megatron_rl.observe.run_state import EvaluationProgress, RunState
 
 
 def going_on(at: float, label: str, done: int, wanted: int = 2400) -> dict[str, Any]:
@@ -39,6 +39,18 @@ def test_another_evaluation_has_a_speed_of_its_own_and_training_ends_the_line() 
     assert progress.text() == "evaluation step_10: 5 of 2,400 completions scored"
     progress.note({"time": 905.0, "source": "queue", "step": 10, "activity/seconds": 5.0})
     assert progress.text() == ""
+
+
+def test_a_resumed_run_has_the_nodes_and_peers_of_its_own_start() -> None:
+    run, peers = RunState(), {"generators": 1, "generators_wanted": 2, "verifiers": 1,
+                              "verifiers_wanted": 2, "missing": "generator-1"}  # fmt: skip
+    told = {f"peers/{name}": value for name, value in peers.items()}
+    run.take({"time": 1.0, "source": "queue", "step": 0, **told})
+    run.take({"time": 2.0, "source": "launch", "launch/nodes": 2, "node_event": "node 1 is back"})
+    assert run.nodes == "nodes 2; node 1 is back" and set(run.peers.missing) == {"generator-1"}
+    run.take({"time": 3.0, "source": "launch", "step": 4, "launch/resumed": 1})
+    assert run.take({"time": 4.0, "source": "launch", "launch/nodes": 1}) == "other"
+    assert (run.nodes, run.peers.missing, run.peers.text()) == ("", {}, "")
 
 
 def test_the_bar_is_as_long_as_the_share_that_is_done() -> None:

@@ -76,6 +76,21 @@ def test_a_leaving_generator_finishes_what_it_names_and_gives_back_the_rest(tmp_
     assert [row["peers/missing"] for row in rows] == ["", ""]
 
 
+def test_peers_of_an_earlier_launcher_are_not_missing_in_the_next(tmp_path: Path) -> None:
+    with open_coordinator(tmp_path, **STRICT) as queue:
+        generator(queue, "generator-0", 0.0)
+        generator(queue, "generator-1", 0.0)
+        queue.handle(VERIFY, "verifier-1", VerifierReady(VERIFIER_ROOM, 1), 0.0)
+        queue.tick(0.0)
+        queue.relaunch(1.0)
+        queue.tick(1.0)
+        generator(queue, "generator-0", 2.0)
+        queue.tick(2.0)
+    names = ("generators", "generators_wanted", "verifiers_wanted", "missing")
+    told = [[row[f"peers/{name}"] for name in names] for row in peers_rows(tmp_path)]
+    assert told == [[2, 2, 1, ""], [1, 1, 0, ""]]
+
+
 def test_a_leaving_verifier_answers_what_it_names_and_others_get_the_rest(tmp_path: Path) -> None:
     with open_coordinator(tmp_path, **STRICT) as queue:
         generator(queue, "generator-0", 0.0)
