@@ -136,7 +136,8 @@ def layouts_of(cfg: Config, shape: ModelShape) -> Layouts:
     [kind] = {kind_of(hello) for hello in Peers(cfg.generator).members.values()}
     size, trainers = DTYPES[cfg.model.dtype].itemsize, cfg.parallel.world_size
     like, bucket_bytes = like_of(cfg.parallel), cfg.weights.bucket_bytes
-    return Layouts(shape, like, trainers, kind, size, bucket_bytes, few_senders=True)
+    has_lanes = cfg.weights.method == "reshard"
+    return Layouts(shape, like, trainers, kind, size, bucket_bytes, few_senders=has_lanes)
 
 
 def receive_weights(cfg: Config, shape: ModelShape, number: int, tracer: Tracer) -> int:

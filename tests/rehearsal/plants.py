@@ -69,8 +69,8 @@ def read(trainer: TracedTrainer, work: Work) -> Work:
     """The loss is read by the host."""
     loss = trainer._loss
 
-    def take(*args: Any) -> Any:
-        found = loss(*args)
+    def take(*args: Any, **kwargs: Any) -> Any:
+        found = loss(*args, **kwargs)
         float(found[0])
         return found
 

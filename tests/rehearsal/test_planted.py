@@ -23,10 +23,11 @@ LAYOUTS = {
 }
 ENGINES = ("generator.replicas=3", "expert.weights.bucket_bytes=16384")
 LAYOUTS["lanes"] = (*LAYOUTS["pipeline"], *ENGINES, "generator.tensor_parallel=2")
-LAYOUTS["lane"] = (*LAYOUTS["data"], *ENGINES)
+# Each stage is a root of the lane.
+LAYOUTS["lane"] = ("parallel.pipeline=2", *ENGINES)
 LAYOUTS["groups"] = (*LAYOUTS["lane"], "expert.weights.groups=2")
 LAYOUTS["codes"] = (*LAYOUTS["lane"], "generator.quantization=fp8")
-LAYOUTS["shared"] = (*LAYOUTS["lane"], "weights.method=ipc")
+LAYOUTS["shared"] = (*LAYOUTS["data"], *ENGINES, "weights.method=ipc")
 CASES = {
     "sound-lanes": "lanes", "sound-data": "data", "sound-pipeline": "pipeline",
     "sound-context": "context", "sound-interleaved": "interleaved", "sound-sinks": "sinks",
@@ -118,15 +119,13 @@ def test_another_number_of_microbatches(found: dict[str, Rehearsal]) -> None:
 def test_an_engine_rank_that_leaves_out_a_round_of_a_weight_sync(
     found: dict[str, Rehearsal],
 ) -> None:
-    [sender, *unreceived] = found["omitted"].problems
-    assert re.match(r"rank \d waits in send of \d+ bytes of uint8 with rank 0 of engine 0 of "
+    # The last stage alone has something for the last round.
+    sender, unreceived = found["omitted"].problems
+    assert re.match(r"rank 1 waits in send of \d+ bytes of uint8 with rank 0 of engine 0 of "
                     r"WEIGHT_SYNC_LANE \[0..4\] for rank 0 of engine 0, which has ended",
                     sender)  # fmt: skip
     assert "group_transport.py" in sender and " send" in sender
-    for rank, text in zip((0, 1), unreceived, strict=True):
-        assert text.startswith(
-            f"rank {rank} sends 1 times to rank 0 of engine 0 in WEIGHT_SYNC_LANE"
-        )
+    assert unreceived.startswith("rank 1 sends 1 times to rank 0 of engine 0 in WEIGHT_SYNC_LANE")
 
 
 def test_rounds_of_a_weight_sync_in_another_order_on_one_rank(found: dict[str, Rehearsal]) -> None:

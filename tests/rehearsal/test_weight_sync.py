@@ -49,7 +49,8 @@ def layouts_of(cfg: Config) -> Layouts:
     shape = read_shape(cfg.model.path)
     size = DTYPES[cfg.model.dtype].itemsize
     like, bucket_bytes = like_of(cfg.parallel), cfg.weights.bucket_bytes
-    return Layouts(shape, like, TRAINERS, kind, size, bucket_bytes, few_senders=True)
+    has_lanes = cfg.weights.method == "reshard"
+    return Layouts(shape, like, TRAINERS, kind, size, bucket_bytes, few_senders=has_lanes)
 
 
 def moved(trace: Trace, kind: str, group: str = LANE) -> int:
