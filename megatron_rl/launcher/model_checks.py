@@ -104,9 +104,9 @@ def check_positions(config: Config) -> None:
     if positions is not None and longest > positions:
         raise InputError(
             f"generator.context_tokens = {longest} is above the {positions} positions of "
-            f"model.path = {config.model.path} (max_position_embeddings in config.json), and "
-            f"{engine} serves no longer sequences: lower it, and sampling.max_new_tokens with it, "
-            "or choose another model"
+            f"model.path = {config.model.path} (max_position_embeddings in config.json, times the "
+            f"factor of a rotary scaling), and {engine} serves no longer sequences: lower it, and "
+            "sampling.max_new_tokens with it, or choose another model"
         )
 
 

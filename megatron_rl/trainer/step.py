@@ -306,7 +306,7 @@ class Trainer:
         prepared: Prepared,
         hidden: Tensor,
         *,
-        is_first: bool,
+        is_first: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
         values = self._values(batch, prepared, self._passes.select(batch, hidden))
         logprobs, entropy = values.logprobs, values.entropy

@@ -105,7 +105,8 @@ def test_sequences_beyond_the_models_positions_are_refused(tmp_path: Path, engin
         check(2047, {})
         return
     for positions, rope in ((2047, {"rope_type": "default"}), (511, {"factor": 4.0})):
-        with pytest.raises(InputError, match=f"2048 is above the {positions} positions"):
+        scaled = positions * int(rope.get("factor", 1))
+        with pytest.raises(InputError, match=f"2048 is above the {scaled} positions"):
             check(positions, rope)
     with pytest.raises(InputError, match="9 positions .* sglang serves no longer sequences"):
         check(9, {}, "train.steps=0")

@@ -42,7 +42,7 @@ from megatron_rl.rollout_queue.coordinator import Coordinator
 from megatron_rl.rollout_queue.server import _Inbox
 from megatron_rl.rollout_queue.stall import LoopClock
 from megatron_rl.weights.sync.link import GeneratorLink
-from tests.launcher.test_node_link import state
+from tests.launcher.test_node_registry import state
 from tests.ports import free_port
 from tests.protocol.fuzz import (
     LABEL,
