@@ -31,7 +31,7 @@ OWN_SUMS = frozenset({
     "correction_changed", "behaviour_ratio", "behaviour_ratio_square", "gold_logprob",
     "gold_tokens",
 })  # fmt: skip
-"""Names of sums with a rule of their own in `trainer/metrics.py`: no policy loss may use them."""
+"""Sums from which `trainer/metrics.py` makes its metrics: no policy loss may use these names."""
 
 
 class LossOutput(NamedTuple):

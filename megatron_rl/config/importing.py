@@ -272,7 +272,7 @@ def _drop_defaults(found: Imported) -> None:
 
 
 def _left_to_preset(found: Imported) -> list[str]:
-    """Values of the preset alone, where theirs is not known. What has no effect is left out."""
+    """Notes on values that the preset alone gives, because the file does not tell theirs."""
     preset = PRESETS[found.values.get("algorithm.preset", DEFAULT_PRESET)].values
     unread = ["algorithm.reference."]
     if found.values.get("algorithm.kl.placement") == "none":

@@ -1,5 +1,6 @@
 """Base of all sections of the configuration tree. Imported by every process."""
 
+import math
 from typing import Any
 
 import pydantic
@@ -16,7 +17,7 @@ class Section(pydantic.BaseModel):
     @classmethod
     def _refuse_nan(cls, value: Any) -> Any:
         # NaN passes each comparison with a limit that it should fail.
-        if isinstance(value, float) and value != value:
+        if isinstance(value, float) and math.isnan(value):
             raise ValueError("not a number (nan): give a number")
         return value
 

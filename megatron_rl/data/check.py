@@ -57,14 +57,12 @@ def check_prompts(config: Config, *, with_lengths: bool) -> Findings:
     faults: list[Fault] = []
     notes: list[str] = []
     parts = []
-    given = [*config.prompts, *(one.prompts for one in config.eval.sets)]
-    for (name, source), as_given in zip(_sources(config), given, strict=True):
+    for name, source, allowed in _sources(config):
         reading = read_source(source, config.run.seed, key="prompts.kind", on_fault=faults.append)
         notes += reading.notes
         parts.append(Part(name, reading.prompts))
         repetitions = _repetitions(reading.prompts)
-        may_repeat = {REPEATED, OTHER_ANSWER} if as_given.repeated == "keep" else set()
-        faults += [fault for fault in repetitions if fault.reason not in may_repeat]
+        faults += [fault for fault in repetitions if fault.reason not in allowed]
     for part in parts:
         faults += _grading_faults(part.prompts, config.reward)
     trained = [prompt for part in parts if not part.name for prompt in part.prompts]
@@ -83,15 +81,17 @@ def check_prompts(config: Config, *, with_lengths: bool) -> Findings:
     return Findings(parts, faults, notes)
 
 
-def _sources(config: Config) -> Iterator[tuple[str, PromptSource]]:
-    settings.check_sources([*config.prompts, *(one.prompts for one in config.eval.sets)])
+def _sources(config: Config) -> Iterator[tuple[str, PromptSource, set[str]]]:
+    """(name of the evaluation set or "", source, reasons that are no faults there)."""
+    held_out = {"held_out_share": 1.0, "train_size": 0}
+    given = [("", source, {}) for source in config.prompts]
+    given += [(one.name, one.prompts, held_out) for one in config.eval.sets]
+    settings.check_sources([source for _, source, _ in given])
     settings.check_functions(config.reward)
-    # A run leaves repeated rows out; here each is a fault with its place.
-    all_rows = {"repeated": "keep"}
-    yield from (("", source.model_copy(update=all_rows)) for source in config.prompts)
-    for one in config.eval.sets:
-        update = {**all_rows, "held_out_share": 1.0, "train_size": 0}
-        yield one.name, one.prompts.model_copy(update=update)
+    for name, source, update in given:
+        allowed = {REPEATED, OTHER_ANSWER} if source.repeated == "keep" else set()
+        # A run leaves repeated rows out; here each is a fault with its place.
+        yield name, source.model_copy(update={"repeated": "keep", **update}), allowed
 
 
 def _grading_faults(prompts: Sequence[Prompt], reward: RewardConfig) -> Iterator[Fault]:

@@ -97,6 +97,7 @@ class PromptMaterial:
     eval_sets: dict[str, list[Prompt]]
     notes: tuple[str, ...]
     files: tuple[Path, ...]
+    own_files: tuple[Path, ...] = ()  # of `sources`, in order
 
     def divide(
         self, dropped: frozenset[str] = frozenset(), *, most_held_out: int | None = None
@@ -186,6 +187,7 @@ def read_prompts(
             for note in (*reading.notes, *unread_keys(source))
         ),
         files=tuple(dict.fromkeys(file for reading in readings for file in reading.files)),
+        own_files=tuple(file for reading in readings[: len(sources)] for file in reading.files),
     )
 
 

@@ -7,7 +7,6 @@ the objective with made-up tokens.
 
 import collections
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
@@ -87,7 +86,7 @@ def dry_run(config: Config, console: Console, machines: Machines = ONE_NODE) -> 
     """
     config = pin_revisions(config)
     found = preflight.check(config, is_known_folder=True, calls_rewards=False)
-    say(console, *_notes_of_start(config, machines, found.files))
+    say(console, *_notes_of_start(config, machines, found))
     parts = try_objective(config.algorithm) if config.train.steps else []
     for note in [*found.notes, *parts]:
         say(console, note)
@@ -103,18 +102,20 @@ def dry_run(config: Config, console: Console, machines: Machines = ONE_NODE) -> 
     return int(any(report.problems for report in reports))
 
 
-def _notes_of_start(config: Config, machines: Machines, files: Sequence[Path]) -> list[str]:
+def _notes_of_start(
+    config: Config, machines: Machines, prompts: preflight.PromptReport
+) -> list[str]:
     """Warnings and refusals of a run that would start on this host now, as notes.
 
-    They do not end the dry run: the real run may be on another host or in another folder. files:
-    those of the prompts.
+    They do not end the dry run: the real run may be on another host or in another folder.
     """
     notes: list[str] = []
     try:
         resumed = check_run_folder(config).checkpoint
         notes += [f"warning: {text}" for text in checkpoints_passed_over(config, resumed)]
         if resumed is not None:
-            check_same_prompts(config.run.dir / RECORD, make_record(config, files))
+            record = make_record(config, prompts.files, prompts.own_files)
+            check_same_prompts(config.run.dir / RECORD, record)
             notes.append(f"note: a run would resume from {resumed}; what came before is done")
     except InputError as error:
         notes.append(f"note: a run would be refused: {error}")

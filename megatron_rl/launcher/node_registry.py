@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 _REPLACED_S = 5.0
 """A launcher sends its state once a second; after this silence a new one may take its place."""
 _ALIVE_S = 2.0
-"""A launcher that is heard so long after a second one of its node came is alive."""
+"""A launcher is alive if it sends a state this long after a second launcher of its node came."""
 _SEEN_S = 0.5
-"""A new launcher is known for so long before it takes a place. When the first node has stalled, the
-states of a live launcher are read after those of the new one, at the same time."""
+"""A new launcher waits this long for a place. After a stall of the first node, states of both
+launchers arrive at once, and the new one's may be read first."""
 
 
 class PlaceTaken(InputError):

@@ -84,6 +84,8 @@ class PromptReport(NamedTuple):
     """Files of the prompts."""
     prompts: Sequence[Prompt] = ()
     """Prompts that are kept."""
+    own_files: tuple[Path, ...] = ()
+    """Those of [[prompts]], in order."""
 
 
 def check(
@@ -312,7 +314,7 @@ def check_prompts(config: Config) -> PromptReport:
     notes += _describe_unused(config, tasks)
     notes.append(describe_thinking(config, tasks))
     notes += describe_system_prompts(config, sorted(asked))
-    return PromptReport(notes, dropped, sets.files, sets.all)
+    return PromptReport(notes, dropped, sets.files, sets.all, material.own_files)
 
 
 def _describe_unused(config: Config, tasks: Sequence[str]) -> list[str]:

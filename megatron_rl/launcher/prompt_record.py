@@ -121,30 +121,27 @@ def _pin_prompts(config: Config, saved: Config | None) -> Config:
     return config.model_copy(update={"prompts": found[:count], "eval": evaluation})
 
 
-def make_record(config: Config, files: Sequence[Path]) -> PromptRecord:
-    """The record of the files in their present state."""
+def make_record(config: Config, files: Sequence[Path], own_files: Sequence[Path]) -> PromptRecord:
+    """The record of the files in their present state. own_files: those of [[prompts]]."""
     sources = [*config.prompts, *(one.prompts for one in config.eval.sets)]
-    given = [source.path.absolute() for source in config.prompts if source.path is not None]
-    records = [_record_of(path) for path in files]
+    records = {path: _record_of(path) for path in files}
     return PromptRecord(
-        records,
+        [*records.values()],
         [
             SourceRecord(with_hub_name(s).name, s.revision)
             for s in sources
             if read_as(s) == "hub" and is_commit(s.revision)
         ],
-        [
-            record.xxh3_128
-            for record in records
-            if any(Path(record.path).is_relative_to(path) for path in given)
-        ],
+        [records[path].xxh3_128 for path in own_files],
     )
 
 
-def record_prompts(config: Config, files: Sequence[Path], *, is_resumed: bool) -> None:
+def record_prompts(
+    config: Config, files: Sequence[Path], own_files: Sequence[Path], *, is_resumed: bool
+) -> None:
     """Write the record. Raises InputError if a resumed run would read other prompts."""
     path = config.run.dir / RECORD
-    record = make_record(config, files)
+    record = make_record(config, files, own_files)
     if is_resumed:
         check_same_prompts(path, record)
     content = msgspec.json.format(msgspec.json.encode(record), indent=1).decode()

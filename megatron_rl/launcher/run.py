@@ -195,7 +195,8 @@ def prepare_run_folder(
     for name in (COLD_START, SFT_BASELINE, FINAL):
         recover(resolved.run.dir / "hf" / name)
     # Before the configuration is replaced, because this may refuse to resume.
-    record_prompts(resolved, prompts.files, is_resumed=resumed is not None or continues)
+    is_resumed = resumed is not None or continues
+    record_prompts(resolved, prompts.files, prompts.own_files, is_resumed=is_resumed)
     if replaces_config:
         write_whole(resolved.run.dir / CONFIG, dump_toml(resolved), is_private=True)
     else:

@@ -97,7 +97,7 @@ class RunState:
         if "max_restarts" in row:
             return "restart"
         if RESUMED in row:
-            # Its processes are those of another start.
+            # A resumed run has other processes than the start before.
             self.peers, self.nodes, self.generators, self.waits = Peers(), "", "", []
         if "node_event" in row:
             self.nodes = f"nodes {row[NODES]}; {row['node_event']}"

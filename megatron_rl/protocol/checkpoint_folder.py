@@ -112,7 +112,7 @@ def complete_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def damaged(folder: Path) -> list[str]:
-    """Texts about the checkpoints that were complete once, and are no more."""
+    """Texts about damaged checkpoints: they are marked as complete, but lack files or bytes."""
     sealed = [path.parent for path in sorted(folder.glob(f"*/{COMPLETE}"))]
     named = [path for path in sealed if _NAME.fullmatch(path.name)]
     return [f"{path}: {found}" for path in named if isinstance(found := _examine(path), str)]

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.evaluation import EvalSet
 from megatron_rl.config.files import ConfigError, dump_toml, load_config
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.config.tree import Config, RunConfig
+from megatron_rl.data.prompts import material_of_run
 from megatron_rl.launcher.prompt_record import RECORD, pin_revisions, record_prompts
 
 COMMIT = "0123456789" * 4
@@ -21,7 +23,7 @@ def config_of(folder: Path, *sources: PromptSource) -> Config:
 def test_digests_are_those_of_xxhsum(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_bytes(b"abc")
-    record_prompts(config_of(tmp_path, PromptSource(path=path)), [path], is_resumed=False)
+    record_prompts(config_of(tmp_path, PromptSource(path=path)), [path], [path], is_resumed=False)
     # XXH3 of 128 bits of "abc", as the reference implementation gives it.
     expected = {"path": str(path), "bytes": 3, "xxh3_128": "06b05ab6733a618578af5f94892f3950"}
     assert json.loads((tmp_path / RECORD).read_text()) == {
@@ -34,15 +36,15 @@ def test_a_changed_file_is_refused_when_the_run_goes_on(tmp_path: Path) -> None:
     path.write_text("one\n")
     other.write_text("two\n")
     config = config_of(tmp_path, PromptSource(path=path))
-    record_prompts(config, [path, other], is_resumed=False)
-    record_prompts(config, [path], is_resumed=True)
-    record_prompts(config, [path, other], is_resumed=True)
+    record_prompts(config, [path, other], [path], is_resumed=False)
+    record_prompts(config, [path], [path], is_resumed=True)
+    record_prompts(config, [path, other], [path], is_resumed=True)
     path.write_text("One\n")
     with pytest.raises(InputError, match=r"mine\.jsonl has changed since .* Put the old file back"):
-        record_prompts(config, [path, other], is_resumed=True)
+        record_prompts(config, [path, other], [path], is_resumed=True)
     # A new run in the folder begins with what there is.
-    record_prompts(config, [path, other], is_resumed=False)
-    record_prompts(config, [path, other], is_resumed=True)
+    record_prompts(config, [path, other], [path], is_resumed=False)
+    record_prompts(config, [path, other], [path], is_resumed=True)
 
 
 def test_other_files_of_prompts_are_refused_and_moved_ones_are_not(tmp_path: Path) -> None:
@@ -52,15 +54,31 @@ def test_other_files_of_prompts_are_refused_and_moved_ones_are_not(tmp_path: Pat
     config, at_moved, at_changed = (
         config_of(tmp_path, PromptSource(path=path)) for path in (old, moved, changed)
     )
-    record_prompts(config, [old], is_resumed=False)
+    record_prompts(config, [old], [old], is_resumed=False)
     # Files of evaluation sets come and go.
-    record_prompts(config, [old, held], is_resumed=True)
+    record_prompts(config, [old, held], [old], is_resumed=True)
     with pytest.raises(InputError, match=r"began \(.*a\.jsonl\), .* Give files with the same"):
-        record_prompts(at_changed, [changed, held], is_resumed=True)
-    record_prompts(at_moved, [moved], is_resumed=True)
+        record_prompts(at_changed, [changed, held], [changed], is_resumed=True)
+    record_prompts(at_moved, [moved], [moved], is_resumed=True)
     both = config_of(tmp_path, PromptSource(path=moved), PromptSource(path=changed))
     with pytest.raises(InputError, match="others than those with which the run began"):
-        record_prompts(both, [moved, changed], is_resumed=True)
+        record_prompts(both, [moved, changed], [moved, changed], is_resumed=True)
+
+
+def test_files_of_an_evaluation_set_in_the_same_folder_are_not_those_of_prompts(
+    tmp_path: Path,
+) -> None:
+    paths = [tmp_path / "data" / f"{split}.jsonl" for split in ("train", "test")]
+    paths[0].parent.mkdir()
+    for path in paths:
+        path.write_text(json.dumps({"question": f"{path.stem}?", "answer": "1"}) + "\n")
+    source = PromptSource(path=paths[0].parent, dataset_split="train", task="exact")
+    alone = config_of(tmp_path, source)
+    other = source.model_copy(update={"dataset_split": "test"})
+    sets = alone.eval.model_copy(update={"sets": [EvalSet(name="test", prompts=other)]})
+    for config, files in ((alone, paths[:1]), (alone.model_copy(update={"eval": sets}), paths)):
+        material = material_of_run(config)
+        assert (material.own_files, material.files) == ((paths[0],), tuple(files))
 
 
 def test_configurations_without_the_hub_stay_as_they_are(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config]:
         queue.sync(version)
     queue.play(5)
     (run.parent / "prompts.jsonl").write_text("{}\n")
-    record_prompts(queue.config, [run.parent / "prompts.jsonl"], is_resumed=False)
+    record_prompts(queue.config, *2 * [[run.parent / "prompts.jsonl"]], is_resumed=False)
     write_dropped(run, [DroppedPrompt(f"d{n}", f"prompts.jsonl:{n}", "too long") for n in (1, 2)])
     write_config(queue.config, None)
     for step in (1, 2):
@@ -93,7 +93,7 @@ def resume(run: Path, config: Config) -> int:
     found = beginning.checkpoint
     assert found is not None
     checkpoints_passed_over(config, found)
-    record_prompts(config, [run.parent / "prompts.jsonl"], is_resumed=True)
+    record_prompts(config, *2 * [[run.parent / "prompts.jsonl"]], is_resumed=True)
     write_config(config, found)
     read_dropped(run)
     state = read_queue_state(found)

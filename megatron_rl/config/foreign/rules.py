@@ -117,7 +117,7 @@ def kl_in_loss(key: str, kind: Any, coefficient: Any) -> dict[str, Any]:
     """
     if kind in ("low_var_kl", "k3"):
         return kl_penalty("loss", coefficient)
-    # With "+" the gradient is that of k2, whatever the value is.
+    # A kind with "+" has the gradient of k2, and another value.
     has_gradient_of_k2 = kind in ("mse", "k2") or str(kind).endswith("+")
     if not has_gradient_of_k2 and kind not in ("kl", "k1"):
         refuse(key, kind, ("low_var_kl (k3)", "mse (k2)", "k1", "low_var_kl+"), "low_var_kl")

@@ -1,6 +1,6 @@
 """Converts verl's objective to ours: advantages, policy loss, clipping, weights of tokens, KL.
 
-Used by the table in `verl.py`. What differs is said by `Nearest`, and refused by `refuse`.
+Used by the table in `verl.py`. `Nearest` says what differs; `refuse` ends the import.
 """
 
 from typing import Any
