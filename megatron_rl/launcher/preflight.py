@@ -23,6 +23,7 @@ from megatron_rl.config.generator import refuse_overlap
 from megatron_rl.config.lookup import find_function
 from megatron_rl.config.reward import CODE
 from megatron_rl.config.tree import Config, SftConfig
+from megatron_rl.config.unused import off_policy_bias, unused_keys
 from megatron_rl.data.dropped_prompts import DROPPED, DroppedPrompt, try_rendering
 from megatron_rl.data.own_systems import describe_own_systems, has_own_system
 from megatron_rl.data.prompts import (
@@ -328,7 +329,7 @@ def _describe_unused(config: Config, tasks: Sequence[str]) -> list[str]:
     sft = config.sft
     if sft.dataset is not None and not (sft.steps or sft.baseline):
         found.append("warning: sft.dataset is not used, because sft.steps = 0: no cold start")
-    return found
+    return found + unused_keys(config) + off_policy_bias(config)
 
 
 def _saved_cursor(config: Config) -> PromptCursor | None:
