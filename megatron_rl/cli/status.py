@@ -16,8 +16,9 @@ from megatron_rl.cli.command_line.parameters import Json, RunFolder
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.files import load_run
 from megatron_rl.config.tree import Config
+from megatron_rl.evaluation.runs.results import RESULTS
 from megatron_rl.launcher.disk import room_warning
-from megatron_rl.launcher.run_folder import SIGNALLED, is_running, last_words
+from megatron_rl.launcher.run_folder import SIGNALLED, is_evaluation, is_running, last_words
 from megatron_rl.observe.activity_text import activity_line
 from megatron_rl.observe.heartbeat import PREPARED, is_stopped, read_beat
 from megatron_rl.observe.run_state import (
@@ -99,11 +100,13 @@ def read_status(run_dir: Path, now: float) -> Status:
     """The status of a run folder. now: unix seconds. Raises InputError without a run."""
     config = load_run(run_dir)
     rows = stream_rows(run_dir / "metrics.jsonl")
+    beat = read_beat(run_dir)
     is_complete = (run_dir / "summary.json").exists()
+    if is_evaluation(config):
+        is_complete = _has_results(run_dir, since=beat.started if beat else 0.0)
     state = "complete" if is_complete else "stopped"
     if is_running(run_dir):
         state = "running"
-    beat = read_beat(run_dir)
     phase = beat.phase if beat is not None else ""
     if phase == PREPARED and not is_complete:
         state = PREPARED
@@ -137,15 +140,24 @@ def read_status(run_dir: Path, now: float) -> Status:
     return status
 
 
+def _has_results(run_dir: Path, *, since: float) -> bool:
+    """Whether the start of an evaluation at `since` (unix seconds) has written its results."""
+    path = run_dir / RESULTS
+    return path.exists() and path.stat().st_mtime >= since
+
+
 def of_rows(rows: Iterable[Row], config: Config, *, state: str, now: float) -> Status:
     """The status by rows of metrics. Pure."""
     status, run = Status(state, 0, config.train.steps), RunState()
+    evaluations: dict[str, str] = {}
     for row in rows:
         kind = run.take(row)
         if kind == "step":
             _add_dropped(status.dropped, row)
         elif kind == "evaluation":
-            status.evaluations.append(evaluation_line(row))
+            # A resumed evaluation writes the row of a complete set again.
+            evaluations[row["label"]] = evaluation_line(row)
+    status.evaluations = list(evaluations.values())
     if run.activity.counts():
         since = f"after step {run.steps[-1]['step']}" if run.steps else "before the first step"
         status.activity = f"{since}: {activity_line(run.activity)}"
@@ -181,7 +193,9 @@ def _add_dropped(dropped: dict[str, int], step: Row) -> None:
 
 def describe(status: Status) -> list[str]:
     """Lines for people."""
-    lines = [f"{status.state}, step {status.step} of {status.steps}"]
+    lines = [status.state]
+    if status.steps:
+        lines[0] += f", step {status.step} of {status.steps}"
     if status.phase:
         lines[0] += f", {status.phase}"
     if status.step_s is not None:

@@ -5,10 +5,11 @@ After the failure of a role it does not: queue or trainer could fail again on th
 batches.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_rl.config.expert import public_key
 from megatron_rl.config.layers import leaves
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.cold_start import is_due
@@ -75,8 +76,13 @@ def _changed_keys(config: Config) -> str:
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and not key.startswith(_NOT_THE_QUEUES)
     ]
-    more = f" and {len(changed) - _SHOWN} more keys" if len(changed) > _SHOWN else ""
-    return ", ".join(changed[:_SHOWN]) + more
+    return first_of(changed)
+
+
+def first_of(keys: Sequence[str]) -> str:
+    """The first of some keys by their public names, and the number of the others."""
+    more = f" and {len(keys) - _SHOWN} more keys" if len(keys) > _SHOWN else ""
+    return ", ".join(map(public_key, keys[:_SHOWN])) + more
 
 
 def _fault_of_batches(config: Config, step: int) -> str:

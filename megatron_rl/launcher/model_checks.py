@@ -17,6 +17,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.hf_config import positions_of
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.tree import Config, GeneratorConfig
+from megatron_rl.protocol.checkpoint_folder import COMPLETE
 from megatron_rl.protocol.render import Renderer, read_values
 from megatron_rl.protocol.weight_files import whole_weight_files
 from megatron_rl.weights.layout.families import FAMILIES
@@ -32,6 +33,10 @@ from megatron_rl.weights.layout.shape import (
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 MAX_FOREIGN_IDS = 1024
 """Most token ids of a teacher that the policy lacks; each adds a logprob to every token."""
+_OF_CHECKPOINT = (
+    ". It is a checkpoint of a trainer: take RUN/hf/final, or write an HF folder with "
+    "`megatron-rl convert CHECKPOINT TARGET`"
+)
 
 
 def check_model_folder(folder: Path) -> None:
@@ -45,6 +50,7 @@ def check_model_folder(folder: Path) -> None:
     if not (folder / "config.json").exists():
         raise InputError(
             f"model.path = {folder}: the folder has no config.json, so it is no HF model"
+            + (_OF_CHECKPOINT if (folder / COMPLETE).exists() else "")
         )
     if not any((folder / name).exists() for name in _TOKENIZER_FILES):
         raise InputError(

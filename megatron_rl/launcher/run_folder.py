@@ -229,6 +229,8 @@ def last_words(config: Config, nodes: int = 0) -> str:
     if not (run_dir / CONFIG).exists() or (run_dir / SUMMARY).exists():
         return ""
     command = SAME_COMMAND
+    if is_evaluation(config):
+        return f"The completions of finished problems are kept. {command} resumes the evaluation."
     if nodes:
         node = f"megatron-rl node {run_dir} --nodes {nodes} --node N"
         command = f"Run `megatron-rl prepare` again, then `{node}` on each node: that"
@@ -246,6 +248,11 @@ def last_words(config: Config, nodes: int = 0) -> str:
         why = f"the cold start is not over (sft.checkpoint_every_steps={every})"
     kept = f", {left_behind_text(config, steps)}" if steps else ""
     return f"Nothing is saved: {why}. {command} starts the run again{kept}."
+
+
+def is_evaluation(config: Config) -> bool:
+    """Whether it is that of `megatron-rl eval`, which trains nothing and resumes no checkpoint."""
+    return config.train.steps == 0 and config.checkpoint.resume == "never"
 
 
 class FolderLock(NamedTuple):

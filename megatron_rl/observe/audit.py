@@ -4,6 +4,7 @@ Used by `megatron-rl audit`. Read-only; checks the present records of a run that
 """
 
 import itertools
+from bisect import bisect
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from math import isclose, isfinite
@@ -157,7 +158,7 @@ def _check_groups(
         groups[record.group].append(record)
         place = f"{file.path}: group {record.group}, index {record.index}"
         findings.check(
-            "versions of a rollout only rise", _rise(record.spans),
+            "versions of a rollout only rise", all(map(_rise, _spans_by_row(record))),
             f"{place}: {[span.version for span in record.spans]}",
         )  # fmt: skip
         if record.reward is not None:
@@ -179,6 +180,14 @@ def _check_groups(
             findings.check("no group is trained on twice", other == file.path, f"{place}, {other}")
             rewards = {record.reward for record in members}
             findings.check("every trained rollout was graded", None not in rewards, place)
+
+
+def _spans_by_row(record: RolloutRecord) -> list[list[RecordedSpan]]:
+    """Spans of each chat of a conversation: chats that wait at the same time have no order."""
+    rows: list[list[RecordedSpan]] = [[] for _ in range(len(record.row_starts) + 1)]
+    for span in record.spans:
+        rows[bisect(record.row_starts, record.prompt_tokens + span.start)].append(span)
+    return rows
 
 
 def _rise(spans: list[RecordedSpan]) -> bool:
@@ -263,7 +272,9 @@ def _check_summary(
 ) -> None:
     path = run_dir / "summary.json"
     if not path.exists():
-        findings.skipped.append("summary.json is not there: the run continues, or stopped")
+        findings.skipped.append(
+            "summary.json is not there: the run continues or stopped, or is an evaluation"
+        )
         return
     summary = read_summary(run_dir)
     evaluations = {row["label"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}

@@ -70,7 +70,8 @@ QUEUE = (
           "token files that could not be removed (queue.keep_tokens_of_steps)", "0",
           "logs/queue.log names them: permissions, or a full disk?", "count"),
     Entry("queue/groups_abandoned", "groups abandoned at the end of training", kind="count"),
-    Entry("queue/staleness_versions_mean", "policy versions between sampling and training, mean",
+    Entry("queue/staleness_versions_mean", "policy versions between the first sampled token of a "
+          "completion and training, mean",
           "below queue.max_staleness", "more generators, or a lower queue.max_staleness"),
     Entry("queue/staleness_versions_max", "policy versions between sampling and training, largest",
           "with queue.strict_staleness at most queue.max_staleness",
@@ -139,7 +140,8 @@ TRAINER = (
           "expert.train.max_skipped_updates in a row RUN/skipped has the last minibatch", "count"),
     Entry("train/exploded_steps", "optimizer steps skipped above expert.optimizer.skip_grad_norm",
           "0", "as for train/skipped_steps", "count"),
-    Entry("train/padded_tokens", "positions computed by the trainer", kind="count"),
+    Entry("train/padded_tokens", "tokens of all sequences, each with its prompt: a prompt that is "
+          "computed once for its group counts for each member", kind="count"),
     Entry("train/filling_share", "share of all computed positions that fill microbatches up "
           "(expert.train.pad_microbatches)", "below 0.05",
           "a larger train.microbatch_tokens; `megatron-rl plan` says what it costs"),

@@ -43,6 +43,9 @@ _THINNED = "tokens_thinned.json"
 LINES, WORDS = ".jsonl", ".int32"
 WORD_BYTES = 4
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""(prompt ids, token ids, logprobs) of a rollout."""
+_NO_ARRAYS: Arrays = (np.zeros(0, _INT), np.zeros(0, _INT), np.zeros(0, _FLOAT))
 _NAME = re.compile(
     r"(?:(?P<kind>step|dropped)_(?P<step>\d{6,})|(?P<lost>dropped_)?eval_(?P<label>.+))\.jsonl"
 )
@@ -288,6 +291,10 @@ def read_file(file: RolloutFile, torn: Counter[str] | None = None) -> Iterator[R
             words = stack.enter_context(file.path.with_suffix(WORDS).open("rb"))
         for line, record in enumerate(records, 1):
             place = f"{file.path}:{line}"
+            if record.words is None and not record.tokens:
+                # Nothing was left of it, as after a failure of its environment.
+                yield _with_arrays(record, file, line, _NO_ARRAYS)
+                continue
             if record.words is None:
                 raise InputError(
                     f"{place} has no token ids: it was recorded without them "
@@ -295,19 +302,25 @@ def read_file(file: RolloutFile, torn: Counter[str] | None = None) -> Iterator[R
                 )
             if words is None:
                 raise missing_words(file.path, place)
-            prompt_ids, token_ids, logprobs = _read_words(record, words, place)
-            yield RecordedRollout(
-                **msgspec.structs.asdict(record),
-                source=file,
-                line=line,
-                prompt_ids=prompt_ids,
-                token_ids=token_ids,
-                logprobs=logprobs,
-            )
+            yield _with_arrays(record, file, line, _read_words(record, words, place))
 
 
-def read_arrays(record: RolloutRecord, lines: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(prompt ids, token ids, logprobs) of one record. Raises InputError."""
+def _with_arrays(
+    record: RolloutRecord, file: RolloutFile, line: int, arrays: Arrays
+) -> RecordedRollout:
+    prompt_ids, token_ids, logprobs = arrays
+    return RecordedRollout(
+        **msgspec.structs.asdict(record),
+        source=file,
+        line=line,
+        prompt_ids=prompt_ids,
+        token_ids=token_ids,
+        logprobs=logprobs,
+    )
+
+
+def read_arrays(record: RolloutRecord, lines: Path) -> Arrays:
+    """The arrays of one record. Raises InputError."""
     place = f"{lines}: group {record.group}, index {record.index}"
     try:
         with lines.with_suffix(WORDS).open("rb") as words:
@@ -337,9 +350,7 @@ def _thinned_before(folder: Path) -> int:
         raise InputError(f"{folder / _THINNED} is damaged: {error}; remove it") from error
 
 
-def _read_words(
-    record: RolloutRecord, words: BinaryIO, place: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _read_words(record: RolloutRecord, words: BinaryIO, place: str) -> Arrays:
     assert record.words is not None
     prompt_at, tokens_at = record.words
     prompt_end, end = prompt_at + record.prompt_tokens, tokens_at + 2 * record.tokens

@@ -40,8 +40,7 @@ class Activity:
     """Counts events, and gives a row when one is due. Logs diagnoses."""
 
     def __init__(self, config: Config, prompts: PromptSets) -> None:
-        sources = (*prompts.train, prompts.held_out)
-        self._setting = Setting.of(config, (prompt for source in sources for prompt in source))
+        self._setting = Setting.of(config, prompts.all)
         self._counts: collections.Counter[str] = collections.Counter()
         self._evidence = Evidence()
         self.trouble: Finding | None = None

@@ -6,6 +6,7 @@ needs only lengths, so the simulator can plan batches without arrays.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -39,6 +40,9 @@ from megatron_rl.rollout_queue.groups import (
     has_gold,
 )
 from megatron_rl.rollout_queue.replay import NOTHING, Drawn
+
+_WHOLE = -1
+"""In place of a reply's number: a completion is compared as a whole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,13 +155,13 @@ def minibatch_sequences(
     """Sequences of a minibatch with their advantages and weights, group by group."""
     sequences = [[sequence_of(group, scored) for scored in group.ordered] for group in groups]
     views = [_view(group, mine) for group, mine in zip(groups, sequences, strict=True)]
-    advantages, weights = advantage_functions.advantages(views), advantage_functions.weights(views)
-    by_turn = turn_advantages(groups, views, advantage_functions)
+    weights = advantage_functions.weights(views)
+    advantages = compute_advantages(groups, views, advantage_functions)
     return [
         msgspec.structs.replace(
             sequence,
-            advantage=float(advantages[number][member]),
-            turn_advantages=by_turn.get((number, member), sequence.turn_advantages),
+            advantage=advantages.whole.get((number, member), 0.0),
+            turn_advantages=advantages.by_turn.get((number, member), sequence.turn_advantages),
             weight=float(weights[number][member]),
             group=number,
             member=member,
@@ -167,20 +171,30 @@ def minibatch_sequences(
     ]
 
 
-def turn_advantages(
+class Advantages(NamedTuple):
+    """Normalized advantages of a minibatch, by (group, member)."""
+
+    whole: dict[tuple[int, int], float]
+    """Of completions."""
+    by_turn: dict[tuple[int, int], np.ndarray]
+    """[target tokens] float32 of completions in groups whose replies are rewarded."""
+
+
+def compute_advantages(
     groups: Sequence[Group], views: Sequence[GroupView], advantage_functions: AdvantageFunctions
-) -> dict[tuple[int, int], np.ndarray]:
-    """By (group, member): [target tokens] float32 advantages of groups whose replies are rewarded.
+) -> Advantages:
+    """Estimate the advantages of all completions or their replies, and normalize them together.
 
     A reply's reward is its return. The estimator compares it with the replies of the same number of
-    the members that got so far. Normalization is over all replies of the minibatch, whatever their
+    the members that got so far. Normalization is over all of the minibatch, whatever a reply's
     number: who reaches a turn depends on the policy.
     """
     places, estimates = [], []
     for number, (group, view) in enumerate(zip(groups, views, strict=True)):
-        turns = [scored.rollout.turn_returns for scored in group.ordered]
-        if not all(turns):
-            continue
+        turns = group.turn_returns
+        if not turns:
+            places.append([(number, member, _WHOLE) for member in range(len(view.rewards))])
+            estimates.append(advantage_functions.estimate(view))
         for turn in sorted({one.number for mine in turns for one in mine}):
             found = [(m, one) for m, mine in enumerate(turns) for one in mine if one.number == turn]
             members = [m for m, _ in found]
@@ -195,22 +209,21 @@ def turn_advantages(
             # Nothing to compare with: the reply is neither better nor worse.
             is_alone = len(members) == 1
             estimates.append(np.zeros(1) if is_alone else advantage_functions.estimate(reached))
-    if not places:
-        return {}
-    of_turn = {
+    values = {
         place: float(value)
-        for some, values in zip(places, advantage_functions.normalize(estimates), strict=True)
-        for place, value in zip(some, values, strict=True)
+        for some, found in zip(places, advantage_functions.normalize(estimates), strict=True)
+        for place, value in zip(some, found, strict=True)
     }
-    return {
-        (number, member): np.concatenate(
-            [
-                np.full(one.tokens, of_turn[number, member, one.number], np.float32)
-                for one in groups[number].ordered[member].rollout.turn_returns
-            ]
-        )
-        for number, member in {(number, member) for number, member, _ in of_turn}
-    }
+    return Advantages(
+        {place[:2]: value for place, value in values.items() if place[2] == _WHOLE},
+        {
+            (number, member): np.concatenate(
+                [np.full(r.tokens, values[number, member, r.number], np.float32) for r in returns]
+            )
+            for number, group in enumerate(groups)
+            for member, returns in enumerate(group.turn_returns)
+        },
+    )
 
 
 def _view(group: Group, sequences: Sequence[TrainSequence]) -> GroupView:

@@ -6,6 +6,7 @@ Used by the rollout queue. `group_end.py` decides which groups are dropped.
 import collections
 import dataclasses
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Literal
@@ -15,6 +16,7 @@ import msgspec
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.queue_state import UnfinishedGroup
+from megatron_rl.protocol.rollout import TurnReturn, given_ranges
 from megatron_rl.protocol.types import Prompt, Sampling, ScoredRollout
 from megatron_rl.rollout_queue.admission import UntrainedGroup
 
@@ -192,8 +194,19 @@ class Group:
         """Whether all rewards (or all verdicts) are equal, so that all advantages are 0."""
         if self.zero_variance_on == "verdict":
             return len({scored.score.is_correct for scored in self.ordered}) == 1
-        turns = [scored.rollout.turn_returns for scored in self.ordered]
+        turns = self.turn_returns
         return are_equal(self.rewards) and all(one == turns[0] for one in turns)
+
+    @property
+    def turn_returns(self) -> list[list[TurnReturn]]:
+        """By member: the returns of its replies. [] if the environment rewards none.
+
+        A member without such rewards, which a limit has ended, earned its reward at its end.
+        """
+        found = [scored.rollout.turn_returns for scored in self.ordered]
+        if not any(found):
+            return []
+        return [mine or whole_returns(one) for mine, one in zip(found, self.ordered, strict=True)]
 
     @property
     def rewards(self) -> list[float]:
@@ -202,6 +215,15 @@ class Group:
     @property
     def ordered(self) -> list[ScoredRollout]:
         return [self.scored[index] for index in sorted(self.scored)]
+
+
+def whole_returns(scored: ScoredRollout) -> list[TurnReturn]:
+    """Returns of the replies of a rollout whose reward comes at its end."""
+    spans, reward = scored.rollout.spans, scored.score.reward
+    # Given tokens are between replies.
+    edges = [0, *itertools.chain(*given_ranges(spans)), spans[-1].end]
+    replies = zip(edges[::2], edges[1::2], strict=True)
+    return [TurnReturn(n, end - start, reward) for n, (start, end) in enumerate(replies)]
 
 
 def _seed_of(name: str) -> int:

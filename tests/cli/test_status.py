@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import shutil
 import time
 import tracemalloc
@@ -82,6 +83,25 @@ def test_each_process_is_told_with_what_it_waits_for_and_since_when() -> None:
         "trainer-0 waits for the batch of step 6: 19 s"
     )
     assert of_rows([row], CONFIG, state="stopped", now=110.0).waits == ""
+
+
+def test_an_evaluation_is_complete_with_its_results_and_else_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "evaluation"
+    run.mkdir()
+    given = ["train.steps=0", "checkpoint.resume=never", f"run.dir={run}"]
+    (run / "config.toml").write_text(dump_toml(load_config(None, given)))
+    (run / "metrics.jsonl").write_text("")
+    (run / "eval.json").write_text("{}")
+    assert cli.main(["status", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "complete"
+    # Started again, and interrupted.
+    with locked(run):
+        os.utime(run / "eval.json", (time.time() - 9, time.time() - 9))
+    assert cli.main(["status", str(run)]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "The same command resumes the evaluation" in shown and "Nothing is saved" not in shown
 
 
 def test_a_running_evaluation_is_told_with_how_far_it_is() -> None:

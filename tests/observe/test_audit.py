@@ -96,6 +96,28 @@ def test_sound_records_hold(run_dir: Path) -> None:
     assert looked_at["accuracies match recorded completions"] == 1
 
 
+def test_versions_of_chats_that_waited_at_the_same_time_have_no_order(run_dir: Path) -> None:
+    # Two chats of two replies each, between which the weights changed.
+    spans = [[0, 0, 1], [1, 2, 3], [0, 4, 5], [1, 6, 7]]
+    chats = {"spans": spans, "prompt_tokens": 3, "versions": [0, 1], "tokens": 7}
+    for row_starts, broken in (([], 1), ([6], 0), ([7], 0), ([8], 1)):
+        change = lambda rows, starts=row_starts: rows[2].update(chats, row_starts=starts)  # noqa: E731
+        change_lines("rollouts/step_000001.jsonl", change)(run_dir)
+        rule = audited(run_dir).rules["versions of a rollout only rise"]
+        assert rule.broken == broken, row_starts
+
+
+def test_a_completion_of_which_nothing_is_left_has_no_token_ids(run_dir: Path) -> None:
+    path = run_dir / "config.toml"
+    path.write_text(path.read_text().replace("record_tokens = false", "record_tokens = true"))
+    rule = "token ids and logprobs match their lines"
+    assert audited(run_dir).rules[rule].broken == len(REWARDS)
+    nothing = {"tokens": 0, "spans": [], "versions": [], "reward": None, "parts": {}}
+    lost = line(4, 1, 0.1, 1, dropped="environment_failed") | nothing
+    write(run_dir / "rollouts" / "dropped_000001.jsonl", [lost])
+    assert audited(run_dir).rules[rule].broken == len(REWARDS) - 1
+
+
 def test_thinned_tokens_are_told_and_break_no_rule(run_dir: Path) -> None:
     path = run_dir / "config.toml"
     path.write_text(path.read_text().replace("record_tokens = false", "record_tokens = true"))

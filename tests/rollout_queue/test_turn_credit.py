@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.protocol.rollout import TurnReturn
+from megatron_rl.protocol.rollout import TurnReturn, VersionSpan
 from megatron_rl.protocol.types import Score, ScoredRollout
 from megatron_rl.rollout_queue.batches import minibatch_sequences
 from megatron_rl.rollout_queue.groups import Group
@@ -56,6 +56,40 @@ def test_replies_are_normalized_together_and_not_by_their_number() -> None:
     deviation = np.std([2.0, -2.0, 0.0, 0.0, 0.5, -0.5])
     for mine, other in zip(scaled, plain, strict=True):
         assert mine == pytest.approx(np.array(other) / deviation, rel=1e-5)
+
+
+def without_returns(group: Group, index: int, spans: list[tuple[int, int]]) -> None:
+    """Take the rewards of replies from a member. spans: its replies, in tokens."""
+    scored = group.scored[index]
+    rollout = msgspec.structs.replace(
+        scored.rollout, turn_returns=[], spans=[VersionSpan(0, *span) for span in spans]
+    )
+    group.scored[index] = ScoredRollout(rollout, scored.score)
+
+
+def test_a_member_that_a_limit_ended_earned_its_reward_at_its_end() -> None:
+    group = make([[1.0, 2.0], [0.0, 1.0], [0.0, 0.5]], tokens=2)
+    # A given token between its replies of two and one tokens.
+    without_returns(group, 2, [(0, 2), (3, 4)])
+    # Returns: 3 2 | 1 1 | 0.5 0.5, with the means 1.5 and 7/6.
+    found = advantages([group])
+    assert found[0] == pytest.approx([1.5, 1.5, 5 / 6, 5 / 6], rel=1e-6)
+    assert found[1] == pytest.approx([-0.5, -0.5, -1 / 6, -1 / 6], rel=1e-6)
+    assert found[2] == pytest.approx([-1.0, -1.0, -2 / 3], rel=1e-6)
+    assert group.turn_returns[2] == [TurnReturn(0, 2, 0.5), TurnReturn(1, 1, 0.5)]
+
+
+def test_replies_and_whole_completions_have_one_scale() -> None:
+    by_turn, whole = make([[4.0, 0.0], [0.0, 0.0]]), make([[1.0], [0.0]])
+    for index in range(2):
+        without_returns(whole, index, [(0, 2)])
+    cfg = AlgorithmConfig.model_validate({"normalization": {"name": "minibatch"}})
+    found = minibatch_sequences([by_turn, whole], find_advantage_functions(cfg))
+    deviation = np.std([2.0, -2.0, 0.0, 0.0, 0.5, -0.5])
+    assert found[0].turn_advantages[0] == pytest.approx(2.0 / deviation, rel=1e-5)
+    assert [one.advantage for one in found[2:]] == pytest.approx(
+        [0.5 / deviation, -0.5 / deviation]
+    )
 
 
 def test_equal_rewards_with_different_replies_are_no_zero_variance_group() -> None:

@@ -12,8 +12,10 @@ from rich.console import Console
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
+from megatron_rl.config.layers import leaves
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight
+from megatron_rl.launcher.continuation import first_of
 from megatron_rl.evaluation.runs.results import (
     RESULTS,
     Report,
@@ -57,7 +59,8 @@ def evaluate(config: Config, label: str, console: Console, *, dry_in: Path | Non
     if dry_in is not None:
         problems = sum(len(one.prompts) for one in sets)
         missing = _missing(config, label, sets)
-        say(console, *evaluation_lines(config, label, dry_in, problems, missing), NOTHING)
+        lines = evaluation_lines(config, label, dry_in, problems, missing)
+        say(console, *prompts.notes, *lines, NOTHING)
         return
     with locked(config.run.dir) as lock:
         # Again: another launcher may have changed the folder before this one got the lock.
@@ -101,30 +104,27 @@ def _check_earlier(config: Config, label: str) -> bool:
     if labels and label not in labels:
         raise InputError(f"{run_dir} already holds another run, or another --label: {other}")
     earlier = load_config(path)
-    changed = [
-        key for key, value in _what_counts(config).items() if _what_counts(earlier)[key] != value
-    ]
+    before, now = _what_counts(earlier), _what_counts(config)
+    changed = [key for key in sorted(before.keys() | now) if before.get(key) != now.get(key)]
     if earlier.train.steps:
         changed.append("train.steps")
     if changed:
         raise InputError(
-            f"{run_dir} holds an evaluation with other values of {', '.join(changed)}: {other}, or "
+            f"{run_dir} holds an evaluation with other values of {first_of(changed)}: {other}, or "
             f"give the values of {path} to resume that one"
         )
     return True
 
 
 def _what_counts(config: Config) -> dict[str, object]:
-    """Settings that results depend on: completions under different values must not mix."""
+    """Keys that results depend on: completions under different values must not mix."""
+    sections = {"model", "prompts", "render", "sampling", "reward", "eval"}
+    found = dict(leaves(config.model_dump(include=sections | {"run"}), ""))
+    # The sets and their sampling, not the time limit.
     return {
-        "run.seed": config.run.seed,
-        "model": config.model,
-        "prompts": config.prompts,
-        "render": config.render,
-        "sampling": config.sampling,
-        "reward": config.reward,
-        # The sets and their sampling, not the time limit.
-        "eval": config.eval.model_copy(update={"timeout_s": 1.0}),
+        key: value
+        for key, value in found.items()
+        if key == "run.seed" or (not key.startswith("run.") and key != "eval.timeout_s")
     }
 
 

@@ -27,10 +27,11 @@ def started(folder: Path, label: str = "model", **sections: dict) -> Config:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"eval": {"samples": 3}}, "eval"),
-        ({"model": {"path": "elsewhere"}}, "model"),
+        ({"eval": {"samples": 3}}, "eval.samples"),
+        ({"model": {"path": "elsewhere"}}, "model.path"),
         ({"run": {"dir": "X", "seed": 5}}, "run.seed"),
-        ({"sampling": {"max_new_tokens": 5}, "reward": {"language": 0.1}}, "sampling, reward"),
+        ({"sampling": {"max_new_tokens": 5}, "reward": {"language": 0.1}},
+             "reward.language, sampling.max_new_tokens"),
     ],
 )
 def test_results_of_other_settings_never_mix(tmp_path: Path, changed: dict, named: str) -> None:
