@@ -22,7 +22,7 @@ from megatron_rl.protocol.metrics import (
     Reduce,
 )
 from megatron_rl.protocol.packing import Microbatch, deal
-from megatron_rl.protocol.rollout import given_ranges
+from megatron_rl.protocol.rollout import TurnReturn, given_ranges
 from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost
 from megatron_rl.protocol.types import (
     GoldAnswer,
@@ -189,41 +189,51 @@ def compute_advantages(
     the members that got so far. Normalization is over all of the minibatch, whatever a reply's
     number: who reaches a turn depends on the policy.
     """
-    places, estimates = [], []
-    for number, (group, view) in enumerate(zip(groups, views, strict=True)):
-        turns = group.turn_returns
-        if not turns:
-            places.append([(number, member, _WHOLE) for member in range(len(view.rewards))])
-            estimates.append(advantage_functions.estimate(view))
-        for turn in sorted({one.number for mine in turns for one in mine}):
-            found = [(m, one) for m, mine in enumerate(turns) for one in mine if one.number == turn]
-            members = [m for m, _ in found]
-            reached = dataclasses.replace(
-                view,
-                rewards=np.array([one.value for _, one in found]),
-                is_correct=view.is_correct[members],
-                is_well_formed=view.is_well_formed[members],
-                lengths=np.array([one.tokens for _, one in found], np.int64),
-            )
-            places.append([(number, member, turn) for member in members])
-            # Nothing to compare with: the reply is neither better nor worse.
-            is_alone = len(members) == 1
-            estimates.append(np.zeros(1) if is_alone else advantage_functions.estimate(reached))
+    returns = [group.turn_returns for group in groups]
+    estimates = [
+        _estimate_turns(view, mine, advantage_functions)
+        if mine
+        else ([(n, _WHOLE) for n in range(len(view.rewards))], advantage_functions.estimate(view))
+        for view, mine in zip(views, returns, strict=True)
+    ]
+    normalized = advantage_functions.normalize([found for _, found in estimates])
     values = {
-        place: float(value)
-        for some, found in zip(places, advantage_functions.normalize(estimates), strict=True)
-        for place, value in zip(some, found, strict=True)
+        (number, *place): float(value)
+        for number, ((places, _), found) in enumerate(zip(estimates, normalized, strict=True))
+        for place, value in zip(places, found, strict=True)
     }
     return Advantages(
         {place[:2]: value for place, value in values.items() if place[2] == _WHOLE},
         {
             (number, member): np.concatenate(
-                [np.full(r.tokens, values[number, member, r.number], np.float32) for r in returns]
+                [np.full(r.tokens, values[number, member, r.number], np.float32) for r in replies]
             )
-            for number, group in enumerate(groups)
-            for member, returns in enumerate(group.turn_returns)
+            for number, mine in enumerate(returns)
+            for member, replies in enumerate(mine)
         },
     )
+
+
+def _estimate_turns(
+    view: GroupView, returns: list[list[TurnReturn]], advantage_functions: AdvantageFunctions
+) -> tuple[list[tuple[int, int]], np.ndarray]:
+    """((member, number of the reply) of each reply of a group, [replies] float64)."""
+    places, estimates = [], []
+    for turn in sorted({one.number for mine in returns for one in mine}):
+        found = [(m, one) for m, mine in enumerate(returns) for one in mine if one.number == turn]
+        members = [m for m, _ in found]
+        reached = dataclasses.replace(
+            view,
+            rewards=np.array([one.value for _, one in found]),
+            is_correct=view.is_correct[members],
+            is_well_formed=view.is_well_formed[members],
+            lengths=np.array([one.tokens for _, one in found], np.int64),
+        )
+        places += [(member, turn) for member in members]
+        # Nothing to compare with: the reply is neither better nor worse.
+        is_alone = len(members) == 1
+        estimates.append(np.zeros(1) if is_alone else advantage_functions.estimate(reached))
+    return places, np.concatenate(estimates)
 
 
 def _view(group: Group, sequences: Sequence[TrainSequence]) -> GroupView:

@@ -58,6 +58,14 @@ def test_replies_are_normalized_together_and_not_by_their_number() -> None:
         assert mine == pytest.approx(np.array(other) / deviation, rel=1e-5)
 
 
+def test_a_group_is_normalized_over_all_its_replies() -> None:
+    # 2, -2, 0, 0 of the first group and 0.5, -0.5 of the second one.
+    scaled = advantages([make([[4.0, 0.0], [0.0, 0.0]]), make([[1.0], [0.0]])], "group")
+    root = 2**0.5
+    expected = [[root, root, 0.0, 0.0], [-root, -root, 0.0, 0.0], [1.0, 1.0], [-1.0, -1.0]]
+    assert [pytest.approx(one, rel=1e-4) for one in expected] == scaled
+
+
 def without_returns(group: Group, index: int, spans: list[tuple[int, int]]) -> None:
     """Take the rewards of replies from a member. spans: its replies, in tokens."""
     scored = group.scored[index]
