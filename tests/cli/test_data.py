@@ -78,6 +78,37 @@ def test_a_file_goes_through_the_tools_one_after_the_other(
     assert all(text in table for text in ("dropped: too_easy", "changed: relabelled", "written"))
 
 
+def test_the_command_of_the_guide_relabels_and_says_why_others_cannot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text()
+    [command] = [line for line in guide.splitlines() if "--labels relabel" in line
+                 and line.startswith("megatron-rl ")]  # fmt: skip
+    prompts = write(tmp_path / "all.jsonl", {"id": "p", "question": "What is 3+4?", "answer": "8"})
+    votes = ["7"] * 13 + ["9"] * 3
+    samples = write(
+        tmp_path / "samples.jsonl", {"id": "p", "correct": [False] * 16, "answers": votes}
+    )
+    words = command.split()[1:]
+    out = tmp_path / "stage2.jsonl"
+    words[words.index("all.jsonl")] = prompts
+    words[words.index("--samples") + 1] = samples
+    words[words.index("--out") + 1] = str(out)
+    assert main(words) == 0
+    [line] = read(out)
+    assert (line["answer"], line["original_answer"], line["pass_rate"]) == ("7", "8", 13 / 16)
+    # Without --up-to the default limit contradicts --relabel-share.
+    at = words.index("--up-to")
+    out.unlink()
+    assert main(words[:at] + words[at + 2 :]) == 2
+    assert "--relabel-share=0.8 must be at most --up-to=0.75" in caplog.text
+    # Without answers no label can be checked.
+    write(tmp_path / "samples.jsonl", {"id": "p", "correct": [False] * 12 + [True] * 4})
+    assert main(words) == 2
+    assert 'no line of the samples with a wrong sample has "answers"' in caplog.text
+    assert not out.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
