@@ -114,6 +114,7 @@ def test_the_command_of_the_guide_relabels_and_says_why_others_cannot(
     [
         (["--out", "IN"], "is a file that is read"),
         (["--out", "nowhere/x.jsonl"], "there is no folder"),
+        (["--out", "."], "--out . is a folder: name a file in it"),
         (["--out", "out.jsonl", "--threshold", "2"], "--threshold=2: expected a share"),
     ],
 )

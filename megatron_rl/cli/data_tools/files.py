@@ -58,7 +58,9 @@ def read_config(name: str | None) -> Config:
 
 
 def check_output(options: Any) -> None:
-    """Raise InputError for an output without a folder, or that is an input."""
+    """Raise InputError for an output without a folder, or that is a folder or an input."""
+    if options.out.is_dir():
+        raise InputError(f"--out {options.out} is a folder: name a file in it, as NAME.jsonl")
     folder = options.out.resolve().parent
     if not folder.is_dir():
         raise InputError(f"--out {options.out}: there is no folder {folder}")
