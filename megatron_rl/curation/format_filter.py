@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_rl.curation.rows import Row
-from megatron_rl.curation.tool import Outcome, Report
+from megatron_rl.curation.tool import Drop, Outcome, Report
+from megatron_rl.data.tables.rows import RowFault
 from verification.math.choices import Choice, read_choice
 from verification.math.text import normalise
 
@@ -120,9 +121,15 @@ class Asked(NamedTuple):
     """By letter."""
 
 
-def filter_format(rows: Sequence[Row], *, tasks: Sequence[str] = ("math",)) -> Outcome:
-    """The kept rows, with multiple choice opened; rows of other tasks stay unchanged."""
-    report = Report("filter-format", {"tasks": list(tasks)}, read=len(rows))
+def filter_format(
+    rows: Sequence[Row], *, tasks: Sequence[str] = ("math",), faulty: Sequence[RowFault] = ()
+) -> Outcome:
+    """The kept rows, with multiple choice opened; rows of other tasks stay unchanged.
+
+    faulty: rows without an answer, which are no prompts; counted as dropped.
+    """
+    report = Report("filter-format", {"tasks": list(tasks)}, read=len(rows) + len(faulty))
+    report.drops += [Drop("", fault.place, fault.reason) for fault in faulty]
     kept, others = [], 0
     for row in rows:
         prompt = row.prompt

@@ -78,6 +78,45 @@ def test_a_file_goes_through_the_tools_one_after_the_other(
     assert all(text in table for text in ("dropped: too_easy", "changed: relabelled", "written"))
 
 
+@pytest.mark.parametrize("name", ["raw.jsonl", "raw.csv"])
+def test_rows_without_an_answer_are_dropped_and_other_faults_end_the_command(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    raw = tmp_path / name
+    answers = ["7", "proof", "", "N/A", "null", "8"]
+    if name.endswith("jsonl"):
+        lines = [{"question": f"What is {i}+3?", "answer": a} for i, a in enumerate(answers)]
+        write(raw, *lines, {"question": "What is 9+3?", "answer": None}, {"question": "no key?"})
+    else:
+        rows = [f"What is {i}+3?,{answer}" for i, answer in enumerate(answers)]
+        raw.write_text("\n".join(["question,answer", *rows, "What is 9+3?,", "no value?,"]) + "\n")
+    out = tmp_path / "out.jsonl"
+    command = ["data", "filter-format", str(raw), "--out", str(out)]
+    assert main(command) == 0
+    report = report_of(out)
+    assert (report["read"], report["written"]) == (8, 2)
+    assert report["dropped"] == {"no_answer": 6}
+    assert [line["answer"] for line in read(out)] == ["7", "8"]
+    first = 2 if name.endswith("jsonl") else "row 2"
+    assert report["drops"][0] == {"id": "", "place": f"{raw}:{first}", "reason": "no_answer"}
+    text = raw.read_text()
+    raw.write_text(text.replace("What is 0+3?", "<image>"))
+    out.unlink()
+    assert main(command) == 2 and not out.exists()
+    # Rows without any answer may be rows whose answer has another name.
+    raw.write_text(text.replace("7", "").replace("8", ""))
+    assert main(command) == 2 and not out.exists()
+
+
+def test_a_line_that_is_no_utf_8_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    raw = tmp_path / "raw.jsonl"
+    lines = [b'{"question": "What is %d+1?", "answer": "7"}\n' % n for n in range(6)]
+    lines[4] = '{"question": "How long is a Fl\u00e4che?", "answer": "7"}\n'.encode("latin-1")
+    raw.write_bytes(b"".join(lines))
+    assert main(["data", "filter-format", str(raw), "--out", str(tmp_path / "out.jsonl")]) == 2
+    assert f"{raw}:5: byte 0xe4 is no UTF-8" in caplog.text
+
+
 def test_the_command_of_the_guide_relabels_and_says_why_others_cannot(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -105,9 +105,9 @@ def _count_unused(
     if unused:
         say(
             console,
-            f"warning: {len(unused)} of {len(found)} translations are not used (first {unused[0]}), "
-            "because no chosen problem asks for them: give the same file of problems, --share, "
-            "--languages, --tasks and --seed as with --requests",
+            f"warning: {len(unused)} of {len(found)} translations are not used (first "
+            f"{unused[0]}), because no chosen problem asks for them: give the same file of problems, "
+            "--share, --languages, --tasks and --seed as with --requests",
         )
     return len(unused)
 
