@@ -96,9 +96,7 @@ def _say_what_it_would_do(options: Options, chosen: list[Chosen], console: Conso
     return 0
 
 
-def _count_unused(
-    found: dict[tuple[str, str], str], chosen: list[Chosen], console: Console
-) -> int:
+def _count_unused(found: dict[tuple[str, str], str], chosen: list[Chosen], console: Console) -> int:
     """Number of translations that no chosen problem asks for; the user is told."""
     asked = {(item.request.id, item.language) for item in chosen}
     unused = [f"{one[0]!r} in {one[1]!r}" for one in found if one not in asked]
@@ -106,8 +104,8 @@ def _count_unused(
         say(
             console,
             f"warning: {len(unused)} of {len(found)} translations are not used (first "
-            f"{unused[0]}), because no chosen problem asks for them: give the same file of problems, "
-            "--share, --languages, --tasks and --seed as with --requests",
+            f"{unused[0]}), because no chosen problem asks for them: give the same file of "
+            "problems, --share, --languages, --tasks and --seed as with --requests",
         )
     return len(unused)
 
