@@ -78,6 +78,12 @@ class DifficultyOptions:
         check_share("--above", self.above, low=-1.0)
         check_share("--up-to", self.up_to, low=max(self.above, 0.0))
         check_at_least("--min-samples", self.min_samples, 1)
+        if self.labels == "relabel" and self.relabel_share > self.up_to:
+            raise InputError(
+                f"--relabel-share={self.relabel_share:g} must be at most --up-to={self.up_to:g} "
+                "with --labels relabel: every relabelled problem would be too easy. Give --up-to "
+                "0.95, to drop only problems that are nearly always solved, or --labels drop"
+            )
 
 
 class Vote(NamedTuple):
@@ -129,6 +135,7 @@ def filter_difficulty(
     }
     checked: dict[str, _Checked] = {}
     if options.labels != "keep":
+        report.figures["wrong_samples_without_answers"] = _check_answers(found, options)
         doubts, unchecked = _doubts(rows, samples_of, options, reward)
         report.figures |= {"labels_compared": len(doubts), "labels_not_checked": unchecked}
         checked = _check_labels(doubts, options, classify)
@@ -139,6 +146,21 @@ def filter_difficulty(
         if result := _decide(row, samples, label, options=options, report=report):
             kept.append(result)
     return report.outcome(kept)
+
+
+def _check_answers(found: SampleFile, options: DifficultyOptions) -> int:
+    """Number of wrong samples whose lines have no answers.
+
+    Raises InputError if these are all wrong samples: no label would be checked.
+    """
+    wrong = sum(not sample.is_correct for item in found.graded for sample in item.samples)
+    if found.unanswered and found.unanswered == wrong:
+        raise InputError(
+            f'--labels {options.labels}: no line of the samples with a wrong sample has "answers", '
+            'so no label can be checked. Add "answers" (one text or null for each sample), or give '
+            "--labels keep"
+        )
+    return found.unanswered
 
 
 def _decide(

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_rl.curation.rows import Row
-from megatron_rl.curation.tool import Outcome, Report
+from megatron_rl.curation.tool import Drop, Outcome, Report
+from megatron_rl.data.tables.rows import RowFault
 from verification.math.choices import Choice, read_choice
 from verification.math.text import normalise
 
@@ -74,6 +75,16 @@ _OF_CHOICES = re.compile(
     re.IGNORECASE,
 )
 _LETTER = re.compile(r"\(?[a-jA-J][).]?")
+_SYMBOLS = re.compile(r"(?<![A-Za-z\\])[A-Z]{1,6}(?![a-z])")
+_ARTICLE = re.compile(
+    r"(?:^|[.!?:]\s|\n)\s*A\s+(?!(?:or|and|to|through|is|has|was|does|can)\b)(?=[a-z])"
+)
+_ASKS_FOR_LETTER = re.compile(r"\bletters?\b|\bhexadecimal\b|\bbase\b|\broman\b", re.IGNORECASE)
+_SENTENCE_BEHIND = re.compile(
+    r"[\d$})%.!?]\s+[A-Z][a-z]{2,}"
+    r"|\S\s+(?:Answer|Choose|Circle|Explain|Give|Justify|Please|Select|Write)\b"
+)
+"""Behind a value another sentence begins with a capital, as in "5 Explain." """
 _LATEX = re.compile(r"\$[^$]*\$|\\\(.*?\\\)|\\(?:text|textrm|mathrm|mbox)\s*\{|\\[A-Za-z]+")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _TWO_WAYS = {"true", "false", "yes", "no", "correct", "incorrect"}
@@ -120,9 +131,15 @@ class Asked(NamedTuple):
     """By letter."""
 
 
-def filter_format(rows: Sequence[Row], *, tasks: Sequence[str] = ("math",)) -> Outcome:
-    """The kept rows, with multiple choice opened; rows of other tasks stay unchanged."""
-    report = Report("filter-format", {"tasks": list(tasks)}, read=len(rows))
+def filter_format(
+    rows: Sequence[Row], *, tasks: Sequence[str] = ("math",), faulty: Sequence[RowFault] = ()
+) -> Outcome:
+    """The kept rows, with multiple choice opened; rows of other tasks stay unchanged.
+
+    faulty: rows without an answer, which are no prompts; counted as dropped.
+    """
+    report = Report("filter-format", {"tasks": list(tasks)}, read=len(rows) + len(faulty))
+    report.drops += [Drop("", fault.place, fault.reason) for fault in faulty]
     kept, others = [], 0
     for row in rows:
         prompt = row.prompt
@@ -186,7 +203,18 @@ def _names_choice(question: str, answer: str) -> bool:
     chosen = read_choice(normalise(answer))
     if not isinstance(chosen, Choice) or chosen.text:
         return False
-    return "(" in answer or bool(re.search(r"\bof the following\b", question, re.IGNORECASE))
+    if "(" in answer or re.search(r"\bof the following\b", question, re.IGNORECASE):
+        return True
+    return not _is_symbol(chosen.letter, question)
+
+
+def _is_symbol(letter: str, question: str) -> bool:
+    """Whether a question uses a letter as a name, as in "point A", "$AB$" or "from A to E"."""
+    if _ASKS_FOR_LETTER.search(question):
+        return True
+    found = {name for run in _SYMBOLS.findall(_ARTICLE.sub(" ", question)) for name in run}
+    # Between two names: the question may list all by its first and last.
+    return letter in found or (any(n < letter for n in found) and any(n > letter for n in found))
 
 
 def _open_choices(asked: Asked, answer: str) -> Verdict:
@@ -281,6 +309,12 @@ def _take_apart(question: str, marks: list[re.Match[str]]) -> Asked:
         text = question[mark.end() : end]
         is_last = end == len(question)
         choices[letter] = _text_of(text, is_last=is_last, in_formula=in_formula)
+    *others, last = choices
+    # Units such as "3 Newtons" stand behind other choices, too.
+    if _SENTENCE_BEHIND.search(choices[last]) and not any(
+        _SENTENCE_BEHIND.search(choices[letter]) for letter in others
+    ):
+        choices[last] = ""
     return Asked(_trimmed(_ENVIRONMENT.sub(" ", stem)).strip(), choices)
 
 

@@ -5,6 +5,7 @@ because an id from the line number would change with the next tool. Rows of data
 for the columns that a run reads, and keep the other columns.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import msgspec
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptSource
-from megatron_rl.data.jsonl_source import QUESTIONS, is_ours, read_lines
+from megatron_rl.data.jsonl_source import QUESTIONS, BadLine, is_ours, read_lines
 from megatron_rl.data.tables.columns import ColumnMap
 from megatron_rl.data.tables.files import format_of
+from megatron_rl.data.tables.rows import RowFault
 from megatron_rl.data.tables.source import is_in_our_form, read_kept
 from megatron_rl.data.tables.where import value_of
 from megatron_rl.protocol.types import ChatMessage, Prompt
@@ -54,14 +56,31 @@ class Row(msgspec.Struct, frozen=True):
         return Row({**self.fields, key: value}, prompt)
 
 
-def read_rows(path: Path, *, task: str = "math", subset: str = "", split: str = "") -> list[Row]:
+def read_rows(
+    path: Path,
+    *,
+    task: str = "math",
+    subset: str = "",
+    split: str = "",
+    left_out: dict[str, list[RowFault]] | None = None,
+) -> list[Row]:
     """All rows of a file or folder of prompts. Raises InputError, also for a repeated id.
 
-    task: of rows without a task. subset, split: of a folder, as in a run.
+    task: of rows without a task. subset, split: of a folder, as in a run. left_out: by reason,
+    gets the faulty rows of that reason; any other faulty row is refused, and so is a file of
+    faulty rows alone.
     """
-    rows = _read(path, task, subset=subset, split=split)
+    found = left_out or {}
+
+    def leave_out(fault: RowFault) -> None:
+        if fault.reason not in found:
+            raise InputError(fault.text)
+        found[fault.reason].append(fault)
+
+    rows = _read(path, task, subset=subset, split=split, on_fault=leave_out)
     if not rows:
-        raise InputError(f"{path} has no prompts")
+        faults = [fault for of_reason in found.values() for fault in of_reason]
+        raise InputError(faults[0].text if faults else f"{path} has no prompts")
     place_of: dict[str, str] = {}
     for row in rows:
         first = place_of.setdefault(row.prompt.id, row.prompt.place)
@@ -72,13 +91,20 @@ def read_rows(path: Path, *, task: str = "math", subset: str = "", split: str = 
     return rows
 
 
-def _read(path: Path, task: str, *, subset: str, split: str) -> list[Row]:
+def _read(
+    path: Path, task: str, *, subset: str, split: str, on_fault: Callable[[RowFault], None]
+) -> list[Row]:
     source = PromptSource(path=path, task=task, subset=subset, dataset_split=split, repeated="keep")
     # Any other file, such as a pipe, has lines and can be read only once.
     is_other = not path.is_dir() and not format_of(path)
     if is_other or is_in_our_form(source):
-        return [Row(line.fields, line.prompt) for line in read_lines(path, task=task)]
-    kept = read_kept(source)
+
+        def on_bad(place: str, bad: BadLine) -> None:
+            on_fault(RowFault(place, bad.reason, str(bad)))
+
+        lines = read_lines(path, task=task, on_bad=on_bad)
+        return [Row(line.fields, line.prompt) for line in lines]
+    kept = read_kept(source, on_fault)
     return [Row(_our_fields(fields, prompt, kept.columns), prompt) for fields, prompt in kept.rows]
 
 

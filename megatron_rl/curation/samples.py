@@ -49,6 +49,8 @@ class SampleFile(NamedTuple):
     graded: list[Graded]
     ungraded: int
     """Number of completions that could not be graded."""
+    unanswered: int = 0
+    """Number of wrong samples of lines without `answers`."""
 
 
 class Solution(NamedTuple):
@@ -95,15 +97,16 @@ def read_samples(
 
     label: one evaluation of the folder; empty: all of its rollouts.
     """
-    graded, ungraded = [], 0
+    graded, ungraded, unanswered = [], 0, 0
     for place, item in _records(path, _SampleLine, _SAMPLES, label=label):
         if isinstance(item, _SampleLine):
             graded.append(_graded(item, place))
+            unanswered += 0 if item.answers else item.correct.count(False)
         elif item.reward is None:
             ungraded += 1
         else:
             graded.append(Graded(item.prompt_id, item.problem, [_sample(item, reward, tags)]))
-    return SampleFile(graded, ungraded)
+    return SampleFile(graded, ungraded, unanswered)
 
 
 def read_solutions(path: Path, reward: RewardConfig, *, tags: ThinkTags = HOUSE_TAGS) -> Solutions:

@@ -4,6 +4,7 @@ A fault is a prompt that a run would refuse, leave out, grade wrongly or leak. T
 finds it.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -37,15 +38,44 @@ class Part(NamedTuple):
     name: str
     """That of the evaluation set; empty: [[prompts]]."""
     prompts: list[Prompt]
+    faults: list[Fault]
+
+    @property
+    def first_faults(self) -> dict[str, str]:
+        """The reason of each faulty row's first fault, by place."""
+        found: dict[str, str] = {}
+        for fault in self.faults:
+            found.setdefault(fault.place, fault.reason)
+        return found
+
+    @property
+    def faultless(self) -> int:
+        """Number of prompts without a fault."""
+        faulty = self.first_faults
+        return sum(_name(prompt) not in faulty for prompt in self.prompts)
 
 
 class Findings(NamedTuple):
     """Result of the check."""
 
     parts: list[Part]
-    faults: list[Fault]
     notes: list[str]
     """Columns and rows read, system messages that ask for another form, checks left out."""
+
+    @property
+    def faults(self) -> list[Fault]:
+        """All faults; a row may have several."""
+        return [fault for part in self.parts for fault in part.faults]
+
+    @property
+    def faultless(self) -> int:
+        """Number of prompts without a fault."""
+        return sum(part.faultless for part in self.parts)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Number of faulty rows by the reason of their first fault."""
+        return Counter(reason for part in self.parts for reason in part.first_faults.values())
 
 
 def check_prompts(config: Config, *, with_lengths: bool) -> Findings:
@@ -54,31 +84,33 @@ def check_prompts(config: Config, *, with_lengths: bool) -> Findings:
     with_lengths: render prompts with the tokenizer of model.path. Raises InputError where a source
     as a whole cannot be read.
     """
-    faults: list[Fault] = []
     notes: list[str] = []
-    parts = []
+    parts: list[Part] = []
     for name, source, allowed in _sources(config):
+        faults: list[Fault] = []
         reading = read_source(source, config.run.seed, key="prompts.kind", on_fault=faults.append)
         notes += reading.notes
-        parts.append(Part(name, reading.prompts))
         repetitions = _repetitions(reading.prompts)
         faults += [fault for fault in repetitions if fault.reason not in allowed]
+        parts.append(Part(name, reading.prompts, faults))
+    questions = _Questions([part for part in parts if part.name])
     for part in parts:
-        faults += _grading_faults(part.prompts, config.reward)
-    trained = [prompt for part in parts if not part.name for prompt in part.prompts]
-    faults += _leaks(trained, [part for part in parts if part.name])
+        part.faults.extend(_grading_faults(part.prompts, config.reward))
+        if not part.name:
+            part.faults.extend(_leaks(part.prompts, questions))
     prompts = [prompt for part in parts for prompt in part.prompts]
     notes += filter(None, [describe_own_systems(prompts, config)])
     if with_lengths:
         positions = positions_of(read_values(config.model.path / "config.json"))
-        if positions is not None and positions < config.generator.context_tokens:
+        if positions is not None and positions >= config.generator.context_tokens:
+            positions = None
+        if positions is not None:
             notes.append(_describe_positions(positions, config))
-            faults += _lengths(parts, config, positions)
-        else:
-            faults += _lengths(parts, config)
+        for part, fault in _lengths(parts, config, positions):
+            part.faults.append(fault)
     else:
         notes.append("not checked: how long prompts are; give --model DIR, for its tokenizer")
-    return Findings(parts, faults, notes)
+    return Findings(parts, notes)
 
 
 def _sources(config: Config) -> Iterator[tuple[str, PromptSource, set[str]]]:
@@ -143,11 +175,10 @@ def _repetitions(prompts: Sequence[Prompt]) -> Iterator[Fault]:
             yield Fault(place, "repeated_id", text)
 
 
-def _leaks(trained: Iterable[Prompt], evaluated: Sequence[Part]) -> Iterator[Fault]:
+def _leaks(trained: Iterable[Prompt], questions: "_Questions") -> Iterator[Fault]:
     """Prompts that ask or contain a question of an evaluation set."""
-    index = _Questions(evaluated)
     for prompt in trained:
-        found = index.find(prompt)
+        found = questions.find(prompt)
         if found is None:
             continue
         name, other, is_whole = found
@@ -199,9 +230,9 @@ def _describe_positions(positions: int, config: Config) -> str:
 
 
 def _lengths(
-    parts: Sequence[Part], config: Config, positions: int | None = None
-) -> Iterator[Fault]:
-    """Prompts that leave no room for a completion, or that the chat template refuses.
+    parts: Sequence[Part], config: Config, positions: int | None
+) -> Iterator[tuple[Part, Fault]]:
+    """Parts with prompts that leave no room for a completion, or that the chat template refuses.
 
     positions: of the model; None: generator.context_tokens has the limit.
     """
@@ -225,7 +256,8 @@ def _lengths(
         text = dropped.reason
         if reason == "too_long" and positions is not None:
             text = f"{text.partition(' = ')[0]}: the model has {positions} positions"
-        yield Fault(dropped.where, reason, f"{dropped.where}: {text}")
+        part = parts[int(dropped.id.partition(":")[0])]
+        yield part, Fault(dropped.where, reason, f"{dropped.where}: {text}")
 
 
 def _limit(own: EvalConfig, name: str, config: Config) -> int:

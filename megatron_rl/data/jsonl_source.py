@@ -6,7 +6,7 @@ Used by the rollout queue at start, and by tools that need the same prompts or l
 import difflib
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,11 +102,24 @@ def load_jsonl(source: PromptSource, seed: int) -> list[Prompt]:
     return with_splits(prompts, source.held_out_share)
 
 
-def read_lines(path: Path, *, task: str) -> list[PromptLine]:
-    """Lines of a file; `split` is empty for a line without a split. Raises InputError."""
+def read_lines(
+    path: Path, *, task: str, on_bad: Callable[[str, BadLine], None] | None = None
+) -> list[PromptLine]:
+    """Lines of a file; `split` is empty for a line without a split. Raises InputError.
+
+    on_bad: called with the place of a line that is no prompt, and the fault; None: it is raised.
+    """
     hint = "" if path.suffix == ".jsonl" else "; other formats are read by prompts.kind='files'"
     lines = text_lines(path, holds="the prompts ", hint=hint)
-    return [_parse_line(line, path, number, task) for number, line in lines]
+    found = []
+    for number, line in lines:
+        try:
+            found.append(_parse_line(line, path, number, task))
+        except BadLine as error:
+            if on_bad is None:
+                raise
+            on_bad(f"{path}:{number}", error)
+    return found
 
 
 def _parse_line(text: str, path: Path, number: int, task: str) -> PromptLine:

@@ -28,7 +28,11 @@ def text_lines(path: Path, *, holds: str = "", hint: str = "") -> list[tuple[int
     try:
         # Not splitlines(), which also splits at U+2028 inside JSON strings.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        number = 1 + error.object.count(b"\n", 0, error.start)
+        text = f"byte 0x{error.object[error.start]:02x} is no UTF-8; expected a file in UTF-8"
+        raise InputError(f"cannot read {holds}{path}:{number}: {text}{hint}") from error
+    except OSError as error:
         raise InputError(f"cannot read {holds}{path}: {error}{hint}") from error
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 

@@ -174,6 +174,17 @@ def read_evaluated(run_dir: Path, label: str, what: EvaluationSet) -> dict[str, 
     return {problem.prompt_id: problem for problem in of_records(_whole(run_dir, label, what))}
 
 
+def recorded_problems(run_dir: Path, label: str) -> dict[str, RolloutRecord]:
+    """A completion of each prompt with recorded completions, by the prompt's id.
+
+    label: of an evaluation on one set. Raises InputError for a file that is damaged, except at its
+    end.
+    """
+    path = _path(run_dir, label)
+    records = read_records(path) if path.exists() else iter(())
+    return {record.prompt_id: record for record in records}
+
+
 def keep_evaluated(run_dir: Path, label: str, what: EvaluationSet) -> dict[str, ProblemSamples]:
     """As `read_evaluated`, and remove all other lines from the file.
 
@@ -203,11 +214,11 @@ def _whole(run_dir: Path, label: str, what: EvaluationSet) -> list[RolloutRecord
     return [
         record
         for record in records
-        if counts[record.prompt_id] == what.samples and _is_of(record, prompts)
+        if counts[record.prompt_id] == what.samples and is_of(record, prompts)
     ]
 
 
-def _is_of(record: RolloutRecord, prompts: dict[str, Prompt]) -> bool:
+def is_of(record: RolloutRecord, prompts: dict[str, Prompt]) -> bool:
     """Whether a record belongs to an unchanged prompt of the set."""
     prompt = prompts.get(record.prompt_id)
     return prompt is not None and (prompt.question, prompt.answers) == (

@@ -78,11 +78,82 @@ def test_a_file_goes_through_the_tools_one_after_the_other(
     assert all(text in table for text in ("dropped: too_easy", "changed: relabelled", "written"))
 
 
+@pytest.mark.parametrize("name", ["raw.jsonl", "raw.csv"])
+def test_rows_without_an_answer_are_dropped_and_other_faults_end_the_command(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    raw = tmp_path / name
+    answers = ["7", "proof", "", "N/A", "null", "8"]
+    if name.endswith("jsonl"):
+        lines = [{"question": f"What is {i}+3?", "answer": a} for i, a in enumerate(answers)]
+        write(raw, *lines, {"question": "What is 9+3?", "answer": None}, {"question": "no key?"})
+    else:
+        rows = [f"What is {i}+3?,{answer}" for i, answer in enumerate(answers)]
+        raw.write_text("\n".join(["question,answer", *rows, "What is 9+3?,", "no value?,"]) + "\n")
+    out = tmp_path / "out.jsonl"
+    command = ["data", "filter-format", str(raw), "--out", str(out)]
+    assert main(command) == 0
+    report = report_of(out)
+    assert (report["read"], report["written"]) == (8, 2)
+    assert report["dropped"] == {"no_answer": 6}
+    assert [line["answer"] for line in read(out)] == ["7", "8"]
+    first = 2 if name.endswith("jsonl") else "row 2"
+    assert report["drops"][0] == {"id": "", "place": f"{raw}:{first}", "reason": "no_answer"}
+    text = raw.read_text()
+    raw.write_text(text.replace("What is 0+3?", "<image>"))
+    out.unlink()
+    assert main(command) == 2 and not out.exists()
+    # Rows without any answer may be rows whose answer has another name.
+    raw.write_text(text.replace("7", "").replace("8", ""))
+    assert main(command) == 2 and not out.exists()
+
+
+def test_a_line_that_is_no_utf_8_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    raw = tmp_path / "raw.jsonl"
+    lines = [b'{"question": "What is %d+1?", "answer": "7"}\n' % n for n in range(6)]
+    lines[4] = '{"question": "How long is a Fl\u00e4che?", "answer": "7"}\n'.encode("latin-1")
+    raw.write_bytes(b"".join(lines))
+    assert main(["data", "filter-format", str(raw), "--out", str(tmp_path / "out.jsonl")]) == 2
+    assert f"{raw}:5: byte 0xe4 is no UTF-8" in caplog.text
+
+
+def test_the_command_of_the_guide_relabels_and_says_why_others_cannot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text()
+    [command] = [line for line in guide.splitlines() if "--labels relabel" in line
+                 and line.startswith("megatron-rl ")]  # fmt: skip
+    prompts = write(tmp_path / "all.jsonl", {"id": "p", "question": "What is 3+4?", "answer": "8"})
+    votes = ["7"] * 13 + ["9"] * 3
+    samples = write(
+        tmp_path / "samples.jsonl", {"id": "p", "correct": [False] * 16, "answers": votes}
+    )
+    words = command.split()[1:]
+    out = tmp_path / "stage2.jsonl"
+    words[words.index("all.jsonl")] = prompts
+    words[words.index("--samples") + 1] = samples
+    words[words.index("--out") + 1] = str(out)
+    assert main(words) == 0
+    [line] = read(out)
+    assert (line["answer"], line["original_answer"], line["pass_rate"]) == ("7", "8", 13 / 16)
+    # Without --up-to the default limit contradicts --relabel-share.
+    at = words.index("--up-to")
+    out.unlink()
+    assert main(words[:at] + words[at + 2 :]) == 2
+    assert "--relabel-share=0.8 must be at most --up-to=0.75" in caplog.text
+    # Without answers no label can be checked.
+    write(tmp_path / "samples.jsonl", {"id": "p", "correct": [False] * 12 + [True] * 4})
+    assert main(words) == 2
+    assert 'no line of the samples with a wrong sample has "answers"' in caplog.text
+    assert not out.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--out", "IN"], "is a file that is read"),
         (["--out", "nowhere/x.jsonl"], "there is no folder"),
+        (["--out", "."], "--out . is a folder: name a file in it"),
         (["--out", "out.jsonl", "--threshold", "2"], "--threshold=2: expected a share"),
     ],
 )

@@ -55,7 +55,8 @@ def test_every_fault_is_named_with_its_line(tmp_path: Path) -> None:
         {"question": "in words?", "answer": "Monday"},
     )
     code, found = checked(path)
-    assert code == 1 and found["prompts"] == 9
+    assert code == 1 and found["prompts"] == 3
+    assert found["rows"] == 13 == found["prompts"] + sum(found["counts"].values())
     assert faults(found) == [
         ("mine.jsonl:10", "repeated"),
         ("mine.jsonl:11", "not_a_question"),
@@ -73,6 +74,25 @@ def test_every_fault_is_named_with_its_line(tmp_path: Path) -> None:
     _, allowed = checked(path, 'prompts.0.repeated="keep"')
     reasons = {reason for _, reason in faults(found)} - {reason for _, reason in faults(allowed)}
     assert reasons == {"repeated", "repeated_with_other_answer"}
+
+
+def test_a_row_with_several_faults_counts_once(tmp_path: Path) -> None:
+    question = "How many sheep are there on the two meadows?"
+    twice = {"question": question, "answer": "\\frac{1"}
+    path = write(tmp_path / "p.jsonl", {"question": question, "answer": "2"}, twice,
+                 {"question": "no answer?"}, {"question": "fine?", "answer": "1"})  # fmt: skip
+    config = tmp_path / "run.toml"
+    sets = f'[[eval.sets]]\nname = "s"\nprompts = {{path = "{path}", faulty = "drop"}}\n'
+    config.write_text(f'[[prompts]]\npath = "{path}"\n{sets}')
+    _, alone = checked(path)
+    assert len(alone["faults"]) == 3 and (alone["rows"], alone["prompts"]) == (4, 2)
+    assert alone["counts"] == {"repeated_with_other_answer": 1, "no_answer": 1}
+    # The same file as a set, too: each place is two rows, and every train row leaks.
+    _, both = checked(config)
+    assert (both["rows"], both["prompts"]) == (8, 2)
+    assert both["counts"] == {
+        "repeated_with_other_answer": 2, "no_answer": 2, "in_evaluation_set": 2,
+    }  # fmt: skip
 
 
 def test_rows_of_parquet_are_named(tmp_path: Path) -> None:

@@ -7,15 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.cli.data_tools.grade import check_questions, grading_config, problem_line
+from megatron_rl.cli.data_tools.grade import (
+    SET,
+    check_questions,
+    check_recorded,
+    grading_config,
+    problem_line,
+)
 from megatron_rl.cli.main import main
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.curation.rows import read_rows
 from megatron_rl.curation.samples import match, read_samples
 from megatron_rl.data.prompts import read_prompts
+from megatron_rl.rollout_queue.evaluation import recorded_problems
 from tests.cli.command_line.parsed import parse
 from tests.end_to_end.commands import launched
+from tests.evaluation.runs.folders import write_results
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = [
@@ -75,6 +83,39 @@ def test_the_folder_of_another_run_is_left_alone(
     assert main(arguments) == 2
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.toml"]
     assert main([*arguments, "--samples", "0"]) == 2
+
+
+def test_completions_of_problems_that_the_file_lacks_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out, model = tmp_path / "out", tmp_path / "model"
+    write_results(out, {SET: {f"{SET}/{name}": [1, 0] for name in "abc"}}, label=SET)
+    (out / "problems.jsonl").write_text("earlier\n")
+    files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    # The recorded question is "How many?", and only "a" is in the file; "l:1" has another one.
+    lines = [{"id": "a", "question": "How many?", "answer": "3"}, {"question": "x", "answer": "1"}]
+    prompts = str(write(tmp_path / "l.jsonl", lines))
+    for extra in ([], ["--dry-run"]):
+        arguments = ["data", "grade", prompts, "--model", str(model), "--out", str(out), *extra]
+        assert main(arguments) == 2
+        said = "completions of 2 problems that are not among the rows of"
+        assert said in caplog.text and "(first 'b')" in caplog.text and "--out DIR" in caplog.text
+        assert files == {path: path.read_bytes() for path in files}
+        caplog.clear()
+
+
+def test_an_id_from_the_line_number_is_another_problem_in_another_file(tmp_path: Path) -> None:
+    write_results(tmp_path, {SET: {f"{SET}/l:1": [1, 0], f"{SET}/l:2": [1, 0]}}, label=SET)
+    asked = [one.problem for one in recorded_problems(tmp_path, f"{SET}.{SET}").values()]
+    same, second = ({"question": question, "answer": "3"} for question in asked)
+    path = write(tmp_path / "l.jsonl", [same, second, {"question": "x", "answer": "1"}])
+    check_recorded(tmp_path, read_rows(path), path)
+    path = write(tmp_path / "l.jsonl", [same, {"question": "x", "answer": "1"}])
+    with pytest.raises(InputError, match=r"of 1 problems .*first 'l:2'"):
+        check_recorded(tmp_path, read_rows(path), path)
+    # The user's own id says that the problem is the same, with a changed text.
+    path = write(tmp_path / "l.jsonl", [same, {"id": "l:2", "question": "x", "answer": "1"}])
+    check_recorded(tmp_path, read_rows(path), path)
 
 
 @pytest.mark.slow(60)

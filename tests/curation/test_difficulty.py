@@ -163,7 +163,7 @@ def test_the_second_stage_takes_back_what_only_the_first_model_could_not_solve(
 
 def test_a_relabelled_problem_is_judged_by_its_new_label(tmp_path: Path, filtered: Filter) -> None:
     samples = [Sample(False, "8") for _ in range(14)] + [Sample(False, None)] * 2
-    rules = DifficultyOptions(labels="relabel")
+    rules = DifficultyOptions(labels="relabel", up_to=0.8)
     strict = filtered(row(tmp_path), [Graded("p", "", samples)], rules)
     assert strict.report.dropped == {"too_easy_when_relabelled": 1}
     wide = DifficultyOptions(up_to=0.9, labels="relabel")

@@ -62,7 +62,8 @@ def test_right_labels_are_doubted_as_seldom_as_stated() -> None:
 def test_shares_decide_at_their_edges(produced: int, majority: int, action: str) -> None:
     # Of 16: 0.6 is 9.6, so 10; 0.1 is 1.6, so 1; 0.8 is 12.8, so 13.
     vote = Vote(produced, majority, "7")
-    assert judge(vote, samples=SAMPLES, rules=DifficultyOptions(labels="relabel")) == action
+    rules = DifficultyOptions(labels="relabel", up_to=1)
+    assert judge(vote, samples=SAMPLES, rules=rules) == action
 
 
 def test_a_wrong_answer_that_is_the_label_counts_for_it() -> None:
@@ -86,7 +87,13 @@ def test_only_problems_that_a_vote_could_change_are_compared() -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{"label_share": 1.2}, {"max_label_share": 0.6}, {"relabel_share": float("nan")}],
+    [
+        {"label_share": 1.2},
+        {"max_label_share": 0.6},
+        {"relabel_share": float("nan")},
+        # With the other defaults each relabelled problem would be too easy.
+        {"labels": "relabel"},
+    ],
 )
 def test_impossible_shares_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(InputError):

@@ -12,6 +12,7 @@ import pytest
 from megatron_rl.cli.main import main
 from megatron_rl.config.errors import InputError
 from megatron_rl.curation.rows import Row, read_rows
+from megatron_rl.curation.tool import place_of
 from megatron_rl.curation.translate import (
     NAMES,
     Protected,
@@ -22,6 +23,7 @@ from megatron_rl.curation.translate import (
     restore,
     translate,
 )
+from megatron_rl.protocol.prompt import normalized
 from megatron_rl.protocol.types import ChatMessage, Prompt
 
 # English, and what a translator makes of it; the pieces may come in another order.
@@ -231,10 +233,13 @@ def test_prices_are_numbers_and_formulas_are_whole() -> None:
     assert restore("", Protected("", ()), "⟦0⟧") == ("", "placeholder_added")
 
 
-def test_a_file_of_translations_is_filled_in_between_two_commands(tmp_path: Path) -> None:
+def test_a_file_of_translations_is_filled_in_between_two_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, asked, out = (tmp_path / name for name in ("p.jsonl", "r.jsonl", "o.jsonl"))
     lines = [{"id": f"p{i}", "question": case(i)[1], "answer": "7"} for i in range(30)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    question_of = {line["id"]: normalized(line["question"]) for line in lines}
     share = ["--share", "0.5"]
     assert main(["data", "translate", str(path), "--out", str(asked), "--requests", *share]) == 0
     requests = [json.loads(line) for line in asked.read_text().splitlines()]
@@ -249,6 +254,18 @@ def test_a_file_of_translations_is_filled_in_between_two_commands(tmp_path: Path
     report = json.loads((tmp_path / "o.jsonl.report.json").read_text())
     assert report["added"] == {"translated": len(done)}
     assert report["figures"]["refused"] == {"no_translation": 1}
+    assert report["figures"]["translations_of_no_request"] == 0
+    assert "warning" not in capsys.readouterr().out
+    # Without --share a tenth is chosen; ids that no problem has are never asked for.
+    first = {r["id"] for r in requests if place_of(0, "translate", question_of[r["id"]]) < 0.1}
+    filled.write_text(filled.read_text() + json.dumps(done[0] | {"id": "ghost"}) + "\n")
+    unused = 1 + sum(one["id"] not in first for one in done)
+    assert 1 < unused
+    assert main([*command, "--keep-source"]) == 0
+    report = json.loads((tmp_path / "o.jsonl.report.json").read_text())
+    assert report["figures"]["translations_of_no_request"] == unused
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"warning: {unused} of {len(done) + 1} translations are not used" in said
 
 
 def test_an_unknown_language_is_refused() -> None:

@@ -145,5 +145,5 @@ def test_no_key_of_ours_is_taken_for_a_slip(tmp_path: Path) -> None:
 def test_another_format_is_told_how_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(b"PAR1\xff\xfe")
-    with pytest.raises(InputError, match=r"a\.parquet: .*read by prompts\.kind='files'"):
+    with pytest.raises(InputError, match=r"a\.parquet:1: .*read by prompts\.kind='files'"):
         load_jsonl(PromptSource(kind="jsonl", path=path), 0)

@@ -25,6 +25,7 @@ from megatron_rl.curation.duplicates import DEFAULT_THRESHOLD, decontaminate, de
 from megatron_rl.curation.format_filter import filter_format
 from megatron_rl.curation.rows import read_rows
 from megatron_rl.curation.samples import read_samples
+from megatron_rl.data.tables.rows import RowFault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,9 @@ class FormatOptions(ToolOptions):
 @command("filter-format", "Keep problems with one answer that can be compared.")
 def filter_file(options: FormatOptions, console: Console) -> int:
     check_output(options)
-    kept, report = filter_format(read_prompts(options), tasks=options.tasks)
+    faulty: list[RowFault] = []
+    rows = read_prompts(options, left_out={"no_answer": faulty})
+    kept, report = filter_format(rows, tasks=options.tasks, faulty=faulty)
     return write_rows(options.out, kept, report, console)
 
 

@@ -19,6 +19,7 @@ from megatron_rl.config.shipped import config_path
 from megatron_rl.config.tree import Config
 from megatron_rl.curation.rows import Row, encode_lines, read_rows
 from megatron_rl.curation.tool import Report
+from megatron_rl.data.tables.rows import RowFault
 from megatron_rl.protocol.whole_file import write_whole
 
 Kind = TypeVar("Kind")
@@ -45,10 +46,16 @@ def part_of(kind: type[Kind], options: Any) -> Kind:
     return kind(**{one.name: getattr(options, one.name) for one in fields(kind)})
 
 
-def read_prompts(options: ToolOptions) -> list[Row]:
-    """The rows of the input. Raises InputError."""
+def read_prompts(
+    options: ToolOptions, left_out: dict[str, list[RowFault]] | None = None
+) -> list[Row]:
+    """The rows of the input; left_out as for `read_rows`. Raises InputError."""
     return read_rows(
-        options.prompts, task=options.task, subset=options.subset, split=options.dataset_split
+        options.prompts,
+        task=options.task,
+        subset=options.subset,
+        split=options.dataset_split,
+        left_out=left_out,
     )
 
 
@@ -58,7 +65,9 @@ def read_config(name: str | None) -> Config:
 
 
 def check_output(options: Any) -> None:
-    """Raise InputError for an output without a folder, or that is an input."""
+    """Raise InputError for an output without a folder, or that is a folder or an input."""
+    if options.out.is_dir():
+        raise InputError(f"--out {options.out} is a folder: name a file in it, as NAME.jsonl")
     folder = options.out.resolve().parent
     if not folder.is_dir():
         raise InputError(f"--out {options.out}: there is no folder {folder}")

@@ -20,10 +20,11 @@ from megatron_rl.config.shipped import config_path
 from megatron_rl.config.tree import Config
 from megatron_rl.curation.rows import Row, encode_lines
 from megatron_rl.curation.tool import check_at_least
-from megatron_rl.evaluation.runs.runner import evaluate
+from megatron_rl.evaluation.runs.runner import evaluate, lacking_text
 from megatron_rl.launcher.run_folder import CONFIG
 from megatron_rl.observe.deaths import until_death
 from megatron_rl.protocol.whole_file import write_whole
+from megatron_rl.rollout_queue.evaluation import recorded_problems
 
 SET = "graded"
 """Name of the evaluation set, and so of figures and files."""
@@ -58,6 +59,7 @@ def _grade(options: GradeOptions, console: Console) -> None:
     rows = read_prompts(options)
     check_questions(rows)
     folder = config.run.dir
+    check_recorded(folder, rows, options.prompts)
     if options.dry_run:
         _check(config, rows, console)
         return
@@ -66,7 +68,7 @@ def _grade(options: GradeOptions, console: Console) -> None:
         raise InputError(f"--out {folder} holds a run of another kind: name another folder")
     _make_folder(folder)
     write_whole(path, encode_lines([problem_line(row) for row in rows]))
-    evaluate(config, SET, console)
+    evaluate(config, SET, console, option="--out")
 
 
 def _check(config: Config, rows: list[Row], console: Console) -> None:
@@ -83,7 +85,9 @@ def _check(config: Config, rows: list[Row], console: Console) -> None:
             "run": config.run.model_copy(update={"dir": Path(name) / "run"}),
             "eval": config.eval.model_copy(update={"sets": sets}),
         }
-        evaluate(config.model_copy(update=changed), SET, console, dry_in=config.run.dir)
+        evaluate(
+            config.model_copy(update=changed), SET, console, dry_in=config.run.dir, option="--out"
+        )
 
 
 def grading_config(options: GradeOptions) -> Config:
@@ -128,6 +132,22 @@ def check_questions(rows: list[Row]) -> None:
                 f"{row.prompt.place} asks what {other.prompt.place} asks: samples are kept by the "
                 "question. Run `megatron-rl data dedupe` first"
             )
+
+
+def check_recorded(folder: Path, rows: list[Row], given: Path) -> None:
+    """Raise InputError for rows without the problems that the folder has completions of.
+
+    Under an id from the line number another file has another problem.
+    """
+    row_of = {f"{SET}/{row.prompt.id}": row for row in rows}
+    lacking = []
+    for name, record in recorded_problems(folder, f"{SET}.{SET}").items():
+        row = row_of.get(name)
+        is_same = row is not None and row.prompt.question == record.problem
+        if not is_same and (row is None or "id" not in row.fields):
+            lacking.append(name.removeprefix(f"{SET}/"))
+    if lacking:
+        raise InputError(lacking_text(folder, lacking, f"the rows of {given}", "--out"))
 
 
 def _make_folder(folder: Path) -> None:

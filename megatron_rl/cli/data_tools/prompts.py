@@ -1,7 +1,6 @@
 """`megatron-rl data check` finds faults of prompts; `data show` prints what the model sees."""
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -239,20 +238,24 @@ def _print_prompt(prompt: Prompt, shown: Shown | None, chars: int, console: Cons
 
 
 def _print_counts(findings: Findings, console: Console) -> None:
-    prompts = sum(len(part.prompts) for part in findings.parts)
+    """A table whose rows add up: a row with several faults counts under the first."""
+    counts = findings.counts
     table = Table("data check", "rows")
-    table.add_row("prompts", str(prompts))
-    for reason, count in Counter(fault.reason for fault in findings.faults).most_common():
+    table.add_row("prompts without a fault", str(findings.faultless))
+    for reason, count in counts.most_common():
         table.add_row(f"fault: {reason}", str(count))
+    table.add_row("read", str(findings.faultless + counts.total()))
     console.print(table, markup=False)
     if not findings.faults:
         _say(console, "no faults")
 
 
 def _as_json(findings: Findings) -> dict[str, object]:
+    counts = findings.counts
     return {
-        "prompts": sum(len(part.prompts) for part in findings.parts),
-        "counts": dict(Counter(fault.reason for fault in findings.faults).most_common()),
+        "rows": findings.faultless + counts.total(),
+        "prompts": findings.faultless,
+        "counts": dict(counts.most_common()),
         "faults": [fault._asdict() for fault in findings.faults],
         "notes": findings.notes,
     }

@@ -78,7 +78,8 @@ def translate_file(options: Options, console: Console) -> int:
         say(console, f"{options.out}: {count}; not eligible: {said or 'none'}")
         return 0
     if options.translations is not None:
-        found, figures = read_translations(options.translations), {}
+        found = read_translations(options.translations)
+        figures = {"translations_of_no_request": _count_unused(found, chosen, console)}
     else:
         found, figures = _ask_endpoint(options, chosen, console)
     kept, report = translate(rows, lambda r: found.get((r.id, r.language), ""), wanted)
@@ -93,6 +94,20 @@ def _say_what_it_would_do(options: Options, chosen: list[Chosen], console: Conso
     would = f"would have {len(chosen)} problems translated by {source}, and write {options.out}"
     say(console, f"{would}. Dry run: nothing was asked or written.")
     return 0
+
+
+def _count_unused(found: dict[tuple[str, str], str], chosen: list[Chosen], console: Console) -> int:
+    """Number of translations that no chosen problem asks for; the user is told."""
+    asked = {(item.request.id, item.language) for item in chosen}
+    unused = [f"{one[0]!r} in {one[1]!r}" for one in found if one not in asked]
+    if unused:
+        say(
+            console,
+            f"warning: {len(unused)} of {len(found)} translations are not used (first "
+            f"{unused[0]}), because no chosen problem asks for them: give the same file of "
+            "problems, --share, --languages, --tasks and --seed as with --requests",
+        )
+    return len(unused)
 
 
 def _ask_endpoint(

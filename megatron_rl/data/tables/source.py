@@ -70,14 +70,18 @@ def read_files(source: PromptSource, on_fault: Callable[[RowFault], None] | None
     return read_table(source, files, str(source.path), on_fault)
 
 
-def read_kept(source: PromptSource) -> Kept:
-    """Rows of prompts.path with all their columns. Raises InputError for the first faulty row."""
+def read_kept(source: PromptSource, on_fault: Callable[[RowFault], None]) -> Kept:
+    """Rows of prompts.path with all their columns. Raises InputError.
+
+    on_fault: called with each faulty row, which is left out.
+    """
     table = _Table(source, _files_of(source), str(source.path), keeps_columns=True)
     prompts: list[Prompt] = []
     for found in table.rows():
         if isinstance(found, RowFault):
-            raise InputError(found.text)
-        prompts.append(found)
+            on_fault(found)
+        else:
+            prompts.append(found)
     prompts = table.with_unique_ids(prompts)
     return Kept(list(zip(table.kept, prompts, strict=True)), table.columns)
 

@@ -5,6 +5,7 @@ Used by `megatron-rl eval`. Repeating the command generates the missing completi
 
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -30,18 +31,30 @@ from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run import prepare_run_folder
 from megatron_rl.launcher.run_folder import CONFIG, locked
 from megatron_rl.protocol.stop_request import clear_stop
-from megatron_rl.rollout_queue.evaluation import read_evaluated
-from megatron_rl.rollout_queue.evaluation import EvaluationSet, evaluation_sets
+from megatron_rl.rollout_queue.evaluation import (
+    EvaluationSet,
+    evaluation_sets,
+    is_of,
+    read_evaluated,
+    recorded_problems,
+)
 from megatron_rl.data.prompts import prompts_of_run
 
 log = logging.getLogger(__name__)
 
 
-def evaluate(config: Config, label: str, console: Console, *, dry_in: Path | None = None) -> None:
+def evaluate(
+    config: Config,
+    label: str,
+    console: Console,
+    *,
+    dry_in: Path | None = None,
+    option: str = "--run-dir",
+) -> None:
     """Evaluate the model folder, write eval.json, print its tables.
 
-    dry_in: only check, and print the planned work in this folder. Raises InputError before any
-    process starts, RoleDied, DeadlineExceeded.
+    dry_in: only check, and print the planned work in this folder. option: of the command, which
+    names run.dir. Raises InputError before any process starts, RoleDied, DeadlineExceeded.
     """
     if not config.eval.is_wanted:
         raise InputError(
@@ -51,11 +64,12 @@ def evaluate(config: Config, label: str, console: Console, *, dry_in: Path | Non
     if not re.fullmatch(r"[A-Za-z0-9_-]+", label):
         raise InputError(f"--label {label!r}: it names files; use letters, digits, - and _")
     config = pin_revisions(_without_training(config))
-    is_again = _check_earlier(config, label)
+    is_again = _check_earlier(config, label, option)
     prompts = preflight.check(config, is_known_folder=is_again)
     dropped = frozenset(prompt.id for prompt in prompts.dropped)
     loaded = prompts_of_run(config, dropped)
     sets = evaluation_sets(config, loaded)
+    changed = _check_recorded(config, label, sets, option)
     if dry_in is not None:
         problems = sum(len(one.prompts) for one in sets)
         missing = _missing(config, label, sets)
@@ -64,11 +78,11 @@ def evaluate(config: Config, label: str, console: Console, *, dry_in: Path | Non
         return
     with locked(config.run.dir) as lock:
         # Again: another launcher may have changed the folder before this one got the lock.
-        is_again = _check_earlier(config, label)
+        is_again = _check_earlier(config, label, option)
         clear_stop(config.run.dir)
         missing = _missing(config, label, sets)
         if is_again:
-            say(console, _again_text(config, missing))
+            say(console, _again_text(config, missing, changed))
         if missing:
             config = prepare_run_folder(config, None, prompts, console, replaces_config=is_again)
             with first_node(config, console, lock) as node:
@@ -89,7 +103,7 @@ def _without_training(config: Config) -> Config:
     )
 
 
-def _check_earlier(config: Config, label: str) -> bool:
+def _check_earlier(config: Config, label: str, option: str) -> bool:
     """Whether the folder holds an earlier part of this evaluation.
 
     Raises InputError when it holds another evaluation: results never mix.
@@ -98,7 +112,7 @@ def _check_earlier(config: Config, label: str) -> bool:
     path = run_dir / CONFIG
     if not path.exists():
         return False
-    other = "name another folder with --run-dir DIR"
+    other = f"name another folder with {option} DIR"
     # No label: the first start ended before its processes began.
     labels = {path.name.split(".")[1] for path in run_dir.glob("config.*.toml")}
     if labels and label not in labels:
@@ -134,10 +148,41 @@ def _missing(config: Config, label: str, sets: list[EvaluationSet]) -> int:
     return sum(len(one.prompts) for one in sets) - sum(map(len, found))
 
 
-def _again_text(config: Config, missing: int) -> str:
+def _check_recorded(config: Config, label: str, sets: list[EvaluationSet], option: str) -> int:
+    """Number of recorded problems that have changed, and so are generated again.
+
+    Raises InputError for recorded problems that a set lacks: a resumed evaluation would remove
+    their completions.
+    """
+    changed = 0
+    for one in sets:
+        prompts = {prompt.id: prompt for prompt in one.prompts}
+        recorded = recorded_problems(config.run.dir, one.label(label))
+        lacking = [name for name in recorded if name not in prompts]
+        if lacking:
+            raise InputError(lacking_text(config.run.dir, lacking, one.described, option))
+        changed += sum(not is_of(record, prompts) for record in recorded.values())
+    return changed
+
+
+def lacking_text(folder: Path, lacking: Sequence[str], source: str, option: str) -> str:
+    """The refusal of a source without problems that the folder has completions of, by id."""
+    return (
+        f"{folder} holds completions of {len(lacking)} problems that are not among {source} (first "
+        f"{lacking[0]!r}), and a resume would remove them: name another folder with {option} DIR, "
+        "or give a file with all earlier problems, to which others may be added. A row without an "
+        "id has the number of its line as id, so add rows at the end"
+    )
+
+
+def _again_text(config: Config, missing: int, changed: int) -> str:
     if not missing:
         return f"{config.run.dir} holds all completions: nothing is generated."
-    return f"Resuming the evaluation in {config.run.dir}: {missing} problems are missing."
+    said = f"; {changed} of them are replaced, because their question or answer has changed"
+    return (
+        f"Resuming the evaluation in {config.run.dir}: {missing} problems are missing"
+        f"{said if changed else ''}."
+    )
 
 
 def _say_where(config: Config, label: str, report: Report, console: Console) -> None:

@@ -1,14 +1,17 @@
 """Which folder an evaluation may go on in; the whole of it with real processes is end to end."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml
 from megatron_rl.config.tree import Config
-from megatron_rl.evaluation.runs.runner import evaluate
+from megatron_rl.evaluation.runs.runner import _check_recorded, evaluate
+from tests.evaluation.runs.folders import make_set, write_results
 
 
 def started(folder: Path, label: str = "model", **sections: dict) -> Config:
@@ -58,3 +61,22 @@ def test_what_cannot_be_evaluated_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="it names files"):
         evaluate(Config(), "a/b", Console(quiet=True))
     assert not (tmp_path / "run").exists()
+
+
+def test_problems_that_a_set_lost_are_not_removed_from_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    write_results(folder, {"s": {"s/a": [1, 0], "s/b": [0, 0], "s/c": [1, 1]}})
+    file = folder / "rollouts" / "eval_model.s.jsonl"
+    earlier = file.read_bytes()
+    assert len(earlier.splitlines()) == 6
+    config = Config.model_validate({"run": {"dir": folder}})
+    kept = make_set("s", {"s/a": [], "s/b": [], "s/c": [], "s/d": []}, 2, 1.0)
+    assert _check_recorded(config, "model", [kept], "--run-dir") == 0
+    prompts = [kept.prompts[0], msgspec.structs.replace(kept.prompts[1], answer="another")]
+    changed = replace(kept, prompts=[*prompts, kept.prompts[2]])
+    assert _check_recorded(config, "model", [changed], "--run-dir") == 1
+    lacking = make_set("s", {"s/a": [], "s/d": []}, 2, 1.0)
+    said = r"completions of 2 problems .* set s \(first 's/b'\).* --run-dir DIR"
+    with pytest.raises(InputError, match=said):
+        _check_recorded(config, "model", [lacking], "--run-dir")
+    assert file.read_bytes() == earlier
