@@ -309,7 +309,7 @@ def compare(result: dict[str, object], without: dict[str, object]) -> dict[str, 
         "wall_ratio": round(result["wall_s"] / without["wall_s"], 2),  # type: ignore[operator]
         "accuracy_without": other,
     }
-    if accuracy is not None and other is not None:
+    if None not in (accuracy, other, error, other_error):
         allowed = 2 * (error**2 + other_error**2) ** 0.5  # type: ignore[operator]
         found["is_as_accurate"] = abs(accuracy - other) <= allowed  # type: ignore[operator]
     return found

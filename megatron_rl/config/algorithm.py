@@ -190,7 +190,7 @@ class ShapingConfig(Part):
 class ReferenceConfig(Section):
     """The reference policy of KL and regressions."""
 
-    policy: str = "none"
+    policy: str = Field(default="none", min_length=1)
     """none; start: the weights that reinforcement learning began from; ema: their moving average;
     or a Hugging Face folder with the same tokenizer, of any size."""
     source: Literal["trainer", "engine"] = "trainer"

@@ -46,7 +46,10 @@ def is_hub_data(text: str) -> bool:
 
 
 def with_absolute_paths(value: Any, key: str, folder: Path) -> Any:
-    """The value with paths relative to `folder` made absolute. key: of the value; "": all."""
+    """The value with paths relative to `folder` made absolute. key: of the value; "": all.
+
+    An empty text stays empty: `Section` decides what it means.
+    """
     if isinstance(value, dict):
         prefix = f"{key}." if key else ""
         return {
@@ -60,7 +63,7 @@ def with_absolute_paths(value: Any, key: str, folder: Path) -> Any:
     if key == _TEMPLATE and is_template_text(str(value)):
         return value
     key = ".".join("*" if part.isdigit() else part for part in key.split("."))
-    if key not in PATH_KEYS or not isinstance(value, str) or value in _WORDS.get(key, ("",)):
+    if key not in PATH_KEYS or not isinstance(value, str) or value in ("", *_WORDS.get(key, ())):
         return value
     path = Path(os.path.normpath(folder / Path(value).expanduser()))
     is_hub = (key in _HUB_KEYS and is_hub_name(value)) or (

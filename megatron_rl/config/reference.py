@@ -54,7 +54,8 @@ next free number appends one. `NAME` is a name of yours. Defaults of `[algorithm
 preset magistral.
 
 A relative path in a TOML file is relative to the folder of that file. On the command line it is
-relative to the current folder, and so is `run.dir` everywhere.
+relative to the current folder, and so is `run.dir` everywhere. An empty text unsets a path whose
+default is "not given": `dataset = ""` in `[sft]`, or `sft.dataset=` on the command line.
 """
 
 

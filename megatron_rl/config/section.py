@@ -1,13 +1,15 @@
 """Base of all sections of the configuration tree. Imported by every process."""
 
 import math
-from typing import Any
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args
 
 import pydantic
 
 
 class Section(pydantic.BaseModel):
-    """Frozen, and strict about unknown keys and NaN."""
+    """Frozen, and strict about unknown keys, NaN and empty paths."""
 
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
@@ -19,6 +21,21 @@ class Section(pydantic.BaseModel):
         # NaN passes each comparison with a limit that it should fail.
         if isinstance(value, float) and math.isnan(value):
             raise ValueError("not a number (nan): give a number")
+        return value
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _unset_empty_path(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        """None for an empty text where a path may be missing. Raises ValueError elsewhere."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        kinds = (kind, *get_args(kind))
+        if Path not in kinds:
+            return value
+        if value == "" and NoneType in kinds:
+            return None
+        # Path("") would be the current folder.
+        if value == "" or (isinstance(value, list) and "" in value):
+            raise ValueError(f"{info.field_name} is an empty path: give a file or folder")
         return value
 
 

@@ -321,7 +321,7 @@ class CheckpointConfig(Section):
     export_every_steps: int = Field(default=0, ge=0)
     """Number of batches between exports of the model to the Hugging Face folder
     RUN/hf/step_NNNNNN; 0: only hf/final. keep_last and keep_every hold for these folders too."""
-    resume: str = "auto"
+    resume: str = Field(default="auto", min_length=1)
     """Start of a run. auto: from the newest complete checkpoint of the run folder, if any;
     never: from the beginning, in a new folder; or the path of a checkpoint."""
     queue_timeout_s: PositiveFloat = 600.0

@@ -95,6 +95,4 @@ def _accuracy(problems: Sequence[ProblemSamples], mine: np.ndarray) -> _Report:
 
 
 def _plain(figure: Figure) -> _Report:
-    # One problem says nothing about how problems differ.
-    error = figure.se if figure.problems > 1 else None
-    return {"value": figure.value, "se": error, "problems": figure.problems}
+    return {"value": figure.value, "se": figure.se, "problems": figure.problems}

@@ -20,31 +20,45 @@ class Figure:
     """A mean over problems."""
 
     value: float
-    se: float
-    """Standard error: sqrt(mean squared deviation / problems); sqrt(p (1 - p) / n) for verdicts."""
+    se: float | None
+    """Standard error; None for one problem."""
     problems: int
 
 
-def mean_figure(values: Sequence[float] | np.ndarray) -> Figure:
-    """Mean of one value per problem. For equal numbers of completions the error is the clustered
-    one of arXiv 2411.00640, eq. 4, with problems as clusters."""
+def standard_error(values: Sequence[float] | np.ndarray) -> float | None:
+    """Sample standard deviation over sqrt(n), with n - 1 degrees of freedom; None for one value.
+
+    sqrt(p (1 - p) / (n - 1)) for verdicts with a share p of right ones.
+    """
     array = np.asarray(values, np.float64)
-    mean = float(array.mean())
+    if len(array) < 2:
+        return None
     # Equal values have no variance, whatever the rounding of their mean.
-    variance = 0.0 if (array == array[0]).all() else float(np.mean((array - mean) ** 2))
-    return Figure(mean, math.sqrt(variance / len(array)), len(array))
+    deviation = 0.0 if (array == array[0]).all() else float(np.std(array, ddof=1))
+    return deviation / math.sqrt(len(array))
+
+
+def mean_figure(values: Sequence[float] | np.ndarray) -> Figure:
+    """Mean of one value per problem. For equal numbers of completions the error is that of
+    clustered_figure."""
+    return Figure(float(np.mean(values)), standard_error(values), len(values))
 
 
 def clustered_figure(values: np.ndarray, clusters: np.ndarray) -> Figure:
     """Mean over a subset of the completions, with an error clustered by problem.
 
-    values: [m] float; clusters: [m], number of the problem. Error: sqrt(sum over problems of (sum
-    of its deviations)^2) / m. Source: arXiv 2411.00640, eq. 4.
+    values: [m] float; clusters: [m], number of the problem. Error: sqrt(g / (g - 1) * sum over the
+    g problems of (sum of its deviations)^2) / m. Source: arXiv 2411.00640, eq. 4, with g / (g - 1)
+    so that it equals standard_error for equal numbers of completions.
     """
     mean = float(values.mean())
     _, places = np.unique(clusters, return_inverse=True)
     sums = np.bincount(places, weights=values - mean)
-    return Figure(mean, math.sqrt(float((sums**2).sum())) / len(values), len(sums))
+    count = len(sums)
+    if count < 2:
+        return Figure(mean, None, count)
+    squares = float((sums**2).sum()) * count / (count - 1)
+    return Figure(mean, math.sqrt(squares) / len(values), count)
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:

@@ -15,6 +15,8 @@ from fractions import Fraction
 
 import numpy as np
 
+from megatron_rl.evaluation.figures import standard_error
+
 _MOST_STATES = 300_000_000
 """Limit of the exact count in cells, a few seconds of work; beyond it, signs are drawn."""
 _DRAWS = 100_000
@@ -30,7 +32,7 @@ class PairedTest:
     difference: float
     """Mean over problems of the second accuracy minus the first."""
     se: float | None
-    """Sample standard deviation of the differences over sqrt(problems); None for one problem."""
+    """Standard error of the difference; None for one problem."""
     p: float
     """Two-sided."""
     problems: int
@@ -49,13 +51,12 @@ def paired_test(differences: Sequence[Fraction]) -> PairedTest:
     count = len(differences)
     values = np.array([float(d) for d in differences])
     mean = float(sum(differences, Fraction(0)) / count)
-    error = float(np.std(values, ddof=1)) / math.sqrt(count) if count > 1 else None
     steps = _in_steps(differences)
     is_exact = len(steps) * (2 * sum(steps) + 1) <= _MOST_STATES
     seen = abs(sum(_in_steps(differences, keep_sign=True)))
     p = _exact_p(steps, seen) if is_exact else _drawn_p(values)
     higher, lower = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
-    return PairedTest(mean, error, p, count, higher, lower, is_exact)
+    return PairedTest(mean, standard_error(values), p, count, higher, lower, is_exact)
 
 
 def _in_steps(differences: Sequence[Fraction], *, keep_sign: bool = False) -> list[int]:

@@ -92,7 +92,7 @@ def choice_lines(choice: dict[str, Any] | None) -> list[str]:
         return []
     by = f"on {choice['evaluation_set']}" if choice["evaluation_set"] else "on held-out prompts"
     found = [
-        f"step {step}: {one['accuracy']:.3f}" + (f" +- {one['se']:.3f}" if one["se"] else "")
+        f"step {step}: {accuracy_text(one['accuracy'], one['se'])}"
         for step, one in choice["candidates"].items()
     ]
     lines = [f"Cold start          {by}: {', '.join(found)}"]
@@ -111,8 +111,22 @@ def difference_of(
     if start[0] is None or end[0] is None:
         return None, None
     found = end[0] - start[0]
-    error = math.hypot(start[1] or 0.0, end[1] or 0.0)
+    if start[1] is None or end[1] is None:
+        return found, None
+    error = math.hypot(start[1], end[1])
     return found, found / error if error else None
+
+
+def accuracy_text(accuracy: float | None, error: float | None) -> str:
+    """An accuracy with its standard error, which one problem lacks."""
+    if accuracy is None:
+        return "not measured"
+    return f"{accuracy:.3f}" if error is None else f"{accuracy:.3f} +- {error:.3f}"
+
+
+def prompts_text(count: int, *, is_held_out: bool = False) -> str:
+    """A number of evaluated prompts."""
+    return f"{count} {'held-out ' if is_held_out else ''}prompt{'' if count == 1 else 's'}"
 
 
 def difference_text(difference: float, sigmas: float | None, other: str) -> str:

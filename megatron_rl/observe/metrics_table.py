@@ -264,9 +264,10 @@ ACTIVITY = (
 
 EVALUATION = (
     Entry("eval/accuracy", "mean over problems of the share of right completions (avg@n)", "grows"),
-    Entry("eval/accuracy_se", "standard error of the accuracy, over problems"),
-    Entry("eval/pass_at_*", "pass@k, and its standard error (_se)"),
-    Entry("eval/maj_at_*", "maj@k, and its standard error (_se)"),
+    Entry("eval/accuracy_se", "standard error of the accuracy, over problems; absent for one "
+          "problem"),
+    Entry("eval/pass_at_*", "pass@k, and its standard error (_se), absent for one problem"),
+    Entry("eval/maj_at_*", "maj@k, and its standard error (_se), absent for one problem"),
     Entry("eval/completions_done",
           "completions of the current evaluation that are done: scored, or cannot be scored"),
     Entry("eval/completions_wanted", "completions of the current evaluation, all its sets"),

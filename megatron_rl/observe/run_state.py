@@ -14,6 +14,7 @@ from rich.text import Text
 
 from megatron_rl.config.tree import Config
 from megatron_rl.observe.activity_text import ActivityTotals
+from megatron_rl.observe.choice import accuracy_text, prompts_text
 from megatron_rl.observe.deaths import how_it_ended
 from megatron_rl.observe.metrics_table import find
 from megatron_rl.protocol.metrics import (
@@ -291,10 +292,10 @@ def evaluation_line(row: Row) -> str:
     if "eval/accuracy" not in row:
         return f"evaluation {row['label']}: not measured{ungraded}"
     # Labels of evaluation sets are WHEN.SET.
-    what = "prompts" if "." in row["label"] else "held-out prompts"
+    what = prompts_text(row["eval/n"], is_held_out="." not in row["label"])
+    accuracy = accuracy_text(row["eval/accuracy"], row.get("eval/accuracy_se"))
     return (
-        f"evaluation {row['label']}: accuracy {row['eval/accuracy']:.3f} +- "
-        f"{row.get('eval/accuracy_se', 0.0):.3f} on {row.get('eval/n', 0)} {what}, "
+        f"evaluation {row['label']}: accuracy {accuracy} on {what}, "
         f"format {cell(row, 'eval/format', '.3f')}, "
         f"length {cell(row, 'eval/length_tokens', '.1f')}{ungraded}"
     )

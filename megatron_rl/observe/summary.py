@@ -147,7 +147,7 @@ def _evaluated(rows: list[Row]) -> dict[str, Any]:
         "pass_at": _by_k(evaluations, PASS_AT),
         "maj_at": _by_k(evaluations, MAJ_AT),
         "evaluation_sets": {
-            label: {"accuracy": row["eval/accuracy"], "se": row["eval/accuracy_se"]}
+            label: {"accuracy": row["eval/accuracy"], "se": row.get("eval/accuracy_se")}
             | {"n": row["eval/n"]}
             for label, row in evaluations.items()
             if "." in label

@@ -4,7 +4,13 @@ from collections import Counter
 from typing import Any
 
 from megatron_rl.observe.activity_text import ActivityTotals, groups_text, rollouts_text
-from megatron_rl.observe.choice import choice_lines, difference_of, difference_text
+from megatron_rl.observe.choice import (
+    accuracy_text,
+    choice_lines,
+    difference_of,
+    difference_text,
+    prompts_text,
+)
 from megatron_rl.observe.summary import RunFacts
 from megatron_rl.rollout_queue.diagnosis import reasons_text
 
@@ -33,15 +39,18 @@ def _accuracy_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
     before = summary["accuracy_before"], summary["accuracy_se_before"]
     after = summary["accuracy_after"], summary["accuracy_se_after"]
     baseline = summary.get("sft_baseline_accuracy"), summary.get("sft_baseline_se")
-    lines = [f"Accuracy on {summary['eval_n']} held-out prompts ({how}), with its standard error"]
+    what = prompts_text(summary["eval_n"], is_held_out=True)
+    lines = [f"Accuracy on {what} ({how}), with its standard error"]
     if ungraded := summary.get("eval_not_graded"):
         lines[0] += f"; {ungraded} completions could not be graded and count neither way"
-    lines.append(f"  before RL         {_with_error(*before)}")
+    lines.append(f"  before RL         {accuracy_text(*before)}")
     if after[0] is not None:
-        lines.append(f"  after RL          {_with_error(*after)}{_change(before, after, 'before')}")
+        lines.append(
+            f"  after RL          {accuracy_text(*after)}{_change(before, after, 'before')}"
+        )
     if baseline[0] is not None:
         lines.append(
-            f"  SFT baseline      {_with_error(*baseline)}{_change(before, baseline, 'before')}"
+            f"  SFT baseline      {accuracy_text(*baseline)}{_change(before, baseline, 'before')}"
         )
         lines.append(f"    (SFT baseline: {summary['sft_baseline']})")
         if after[0] is not None:
@@ -55,13 +64,14 @@ def _accuracy_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
 def _set_lines(summary: dict[str, Any]) -> list[str]:
     sets = summary.get("evaluation_sets", {})
     lines = [
-        f"  {label:17s} {_with_error(found['accuracy'], found['se'])} on {found['n']} prompts"
+        f"  {label:17s} {accuracy_text(found['accuracy'], found['se'])} on "
+        f"{prompts_text(found['n'])}"
         for label, found in sets.items()
     ]
     for name in ("pass", "maj"):
         for label, found in summary.get(f"{name}_at", {}).items():
             ks = [k for k in found if not k.endswith("_se")]
-            texts = [f"{name}@{k} {_with_error(found[k], found[f'{k}_se'])}" for k in ks]
+            texts = [f"{name}@{k} {accuracy_text(found[k], found.get(f'{k}_se'))}" for k in ks]
             lines.append(f"  {label:17s} {', '.join(texts)}")
     return lines
 
@@ -130,12 +140,6 @@ def _ungraded_text(summary: dict[str, Any]) -> str:
 def _change(start: tuple[Any, Any], end: tuple[Any, Any], name: str) -> str:
     difference, sigmas = difference_of(start, end)
     return "" if difference is None else f"   {difference_text(difference, sigmas, name)}"
-
-
-def _with_error(value: float | None, error: float | None) -> str:
-    if value is None:
-        return "not measured"
-    return f"{value:.3f}" if error is None else f"{value:.3f} +- {error:.3f}"
 
 
 def _number(value: float | None, digits: int = 3) -> str:

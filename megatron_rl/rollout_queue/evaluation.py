@@ -54,9 +54,8 @@ class EvaluationSet:
     @property
     def described(self) -> str:
         count = len(self.prompts)
-        return (
-            f"{count} prompts of the set {self.name}" if self.name else f"{count} held-out prompts"
-        )
+        noun = "prompt" if count == 1 else "prompts"
+        return f"{count} {noun} of the set {self.name}" if self.name else f"{count} held-out {noun}"
 
     def label(self, label: str) -> str:
         """Name of an evaluation on this set, in metrics and files."""
@@ -107,7 +106,7 @@ def describe_evaluation(sets: Sequence[EvaluationSet]) -> list[str]:
         if len(one.prompts) < _FEW_PROMPTS:
             error = 0.5 / len(one.prompts) ** 0.5
             lines.append(
-                f"warning: {one.described} are too few: the standard error of their accuracy is up "
+                f"warning: too few, {one.described}: the standard error of the accuracy is up "
                 f"to {error:.2f}, so only a gain of {8**0.5 * error:.2f} would be beyond two "
                 "standard errors. Give more prompts, raise prompts.held_out_share, or name a "
                 "larger set in [[eval.sets]]"

@@ -276,11 +276,13 @@ class EvaluationScheduler:
                 evaluation.label, evaluation.lost,
             )  # fmt: skip
             return
+        has_error = "eval/accuracy_se" in results
+        error = f"{results['eval/accuracy_se']:.3f}" if has_error else "unknown"
         log.info(
-            "evaluation %r: accuracy %.3f, standard error %.3f, %d prompts (%d lost; %d "
+            "evaluation %r: accuracy %.3f, standard error %s, prompts: %d (%d lost; %d "
             "completions could not be graded), %.1f s",
-            evaluation.label, results["eval/accuracy"], results["eval/accuracy_se"],
-            results["eval/n"], evaluation.lost, evaluation.not_graded, results["eval/seconds"],
+            evaluation.label, results["eval/accuracy"], error, results["eval/n"],
+            evaluation.lost, evaluation.not_graded, results["eval/seconds"],
         )  # fmt: skip
 
     def running_of(self, group: Group) -> Evaluation:

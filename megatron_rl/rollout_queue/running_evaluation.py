@@ -144,29 +144,36 @@ def problem_of(group: Group) -> ProblemSamples:
 
 
 def summarize(problems: Sequence[ProblemSamples], seconds: float) -> dict[str, float]:
-    """Results of an evaluation by metric name; standard errors are over problems."""
+    """Results of an evaluation by metric name; standard errors are over problems.
+
+    A figure of one problem has no standard error, so no name with _se.
+    """
     accuracy = mean_figure([problem.accuracy for problem in problems])
     votes = maj_figures([problem for problem in problems if problem.n <= VOTED_SAMPLES])
     unknown = sum(problem.classes is None and problem.n > 1 for problem in problems)
     return {
-        "eval/accuracy": accuracy.value,
-        "eval/accuracy_se": accuracy.se,
+        **_named("eval/accuracy", accuracy),
         "eval/format": float(np.concatenate([p.is_well_formed for p in problems]).mean()),
         "eval/length_tokens": float(np.concatenate([p.tokens for p in problems]).mean()),
         "eval/reward": float(np.concatenate([p.rewards for p in problems]).mean()),
         "eval/n": len(problems),
         "eval/seconds": seconds,
-        **_named(PASS_AT, pass_figures(problems)),
-        **_named(MAJ_AT, votes),
+        **_named_by_k(PASS_AT, pass_figures(problems)),
+        **_named_by_k(MAJ_AT, votes),
         **({"eval/without_classes": unknown} if unknown else {}),
     }
 
 
-def _named(prefix: str, figures: Mapping[int, Figure]) -> dict[str, float]:
+def _named_by_k(prefix: str, figures: Mapping[int, Figure]) -> dict[str, float]:
     named = {}
     for k, figure in figures.items():
-        named |= {f"{prefix}{k}": figure.value, f"{prefix}{k}_se": figure.se}
+        named |= _named(f"{prefix}{k}", figure)
     return named
+
+
+def _named(name: str, figure: Figure) -> dict[str, float]:
+    error = {} if figure.se is None else {f"{name}_se": figure.se}
+    return {name: figure.value} | error
 
 
 def _seed_of(prompt: Prompt) -> int:

@@ -89,7 +89,8 @@ def with_error(estimate: Estimate | None, sign: str = "") -> str:
 def missing_lines(results: Results) -> list[str]:
     """A line per run that the figures exclude."""
     if not results.missing:
-        return [f"All {len(results.runs)} runs are complete."]
+        count = len(results.runs)
+        return ["The run is complete." if count == 1 else f"All {count} runs are complete."]
     complete = len(results.runs) - len(results.missing)
     lines = [f"{complete} of {len(results.runs)} runs are complete; the figures cover only these."]
     for result in results.missing:
@@ -106,8 +107,8 @@ def _legend(results: Results) -> str:
 
 
 def _sign_text(difference: PairedDifference) -> str:
-    p = "-" if difference.sign_p is None else f"{difference.sign_p:.3g}"
-    return f"{difference.higher}/{difference.lower}, p={p}"
+    p = "" if difference.sign_p is None else f", p={difference.sign_p:.3g}"
+    return f"{difference.higher}/{difference.lower}{p}"
 
 
 def _line(cells: list[str] | tuple[str, ...]) -> str:

@@ -228,6 +228,31 @@ def test_an_unusable_template_or_variable_is_refused(
         load_text(tmp_path, f"[render]\n{text}\n")
 
 
+def test_an_empty_text_unsets_a_path_that_may_be_missing(tmp_path: Path) -> None:
+    base = '[model]\npath = "m"\nmegatron_path = ""\n[sft]\ndataset = "a.jsonl"\n'
+    given = load_text(tmp_path, base)
+    assert (given.sft.dataset, given.model.megatron_path) == (tmp_path / "a.jsonl", None)
+    for text in ("sft.dataset=", "sft.dataset=''", 'sft.dataset=""'):
+        config = load_text(tmp_path, base, [text])
+        assert config.sft.dataset is None and config.model.path == tmp_path / "m"
+        # The saved file leaves the key out, wherever it lies.
+        assert "dataset" not in tomllib.loads(dump_toml(config))["sft"]
+        (tmp_path / "run").mkdir(exist_ok=True)
+        assert load_text(tmp_path / "run", dump_toml(config)) == config
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model.path=", "run.dir=''", 'replay.datasets=["a", ""]', 'replay.runs=""',
+        "checkpoint.resume=", "algorithm.reference.policy=",
+    ],
+)  # fmt: skip
+def test_an_empty_text_for_a_path_that_has_to_be_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"wrong:\n  {text.partition('=')[0]}: "):
+        load_config(None, [text])
+
+
 @pytest.mark.parametrize("key", ["optimizer.lr", "reward.correct", "reward.extra.0.weight"])
 def test_not_a_number_is_no_value(key: str) -> None:
     extra = ["reward.extra.0.name=a", "reward.extra.0.function=a.b:c"]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.evaluation.figures import (
+    Figure,
     clustered_figure,
     maj_at_k,
     maj_figures,
@@ -101,10 +102,10 @@ def test_maj_of_a_thousand_completions_is_finite() -> None:
 
 
 def test_error_is_over_problems_not_over_completions() -> None:
-    # Shares 1 and 1/4: mean 5/8, deviation 3/8 each.
+    # Shares 1 and 1/4: mean 5/8, deviation 3/8 each; variance 2 * (3/8)^2 / (2 - 1), over 2.
     figure = mean_figure([1.0, 0.25])
     assert (figure.value, figure.problems) == (0.625, 2)
-    assert figure.se == pytest.approx(3 / 8 / math.sqrt(2))
+    assert figure.se == pytest.approx(3 / 8)
     # A copy of each completion tells nothing new.
     clusters = np.repeat([0, 1], 8)
     twice = clustered_figure(np.array([1.0] * 8 + [1.0] * 2 + [0.0] * 6), clusters)
@@ -114,9 +115,22 @@ def test_error_is_over_problems_not_over_completions() -> None:
 def test_clustered_error_of_unequal_parts_is_the_hand_worked_number() -> None:
     # Mean 3/4; sums of deviations 3 * 1/4 - 3/4 of the first problem, 1/4 * 0 of none other.
     figure = clustered_figure(np.array([1.0, 1.0, 0.0, 1.0]), np.array([7, 7, 7, 9]))
-    # Problem 7: 1/4 + 1/4 - 3/4 = -1/4; problem 9: 1/4.
+    # Problem 7: 1/4 + 1/4 - 3/4 = -1/4; problem 9: 1/4. Two problems: times 2 / (2 - 1).
     assert figure.value == 0.75 and figure.problems == 2
-    assert figure.se == pytest.approx(math.sqrt(2 / 16) / 4)
+    assert figure.se == pytest.approx(math.sqrt(2 * 2 / 16) / 4)
+
+
+def test_one_problem_has_no_error() -> None:
+    assert mean_figure([0.25]) == Figure(0.25, None, 1)
+    alone = clustered_figure(np.array([1.0, 0.0, 0.0, 0.0]), np.array([3, 3, 3, 3]))
+    assert alone == Figure(0.25, None, 1)
+
+
+def test_error_squared_is_on_average_the_variance_of_the_mean() -> None:
+    """All 2^6 outcomes of six problems that are right with chance 1/2: 1/4 / 6."""
+    outcomes = [mean_figure(list(map(float, o))) for o in itertools.product((0, 1), repeat=6)]
+    squares = [figure.se**2 for figure in outcomes if figure.se is not None]
+    assert sum(squares) / 2**6 == pytest.approx(1 / 24)
 
 
 def test_error_covers_the_truth_in_simulation() -> None:

@@ -136,6 +136,9 @@ def test_evaluation_tells_what_could_not_be_graded() -> None:
         "evaluation before: not measured, 2 completions could not be graded"
     )
     assert "graded" not in evaluation_line(EVALUATION)
+    alone = EVALUATION | {"eval/n": 1, "label": "after.aime"}
+    del alone["eval/accuracy_se"]
+    assert "after.aime: accuracy 0.750 on 1 prompt, format" in evaluation_line(alone)
 
 
 def test_terminal_output_draws_steps(tmp_path: Path) -> None:

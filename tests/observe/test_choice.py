@@ -12,6 +12,7 @@ from megatron_rl.observe.choice import (
     candidates_of,
     choice_lines,
     choose,
+    difference_of,
     ranked,
     summarize_choice,
 )
@@ -66,6 +67,7 @@ def test_the_choice_is_told_in_standard_errors() -> None:
         "step 30: 0.500 +- 0.030",
         "  chosen            step 10, +0.250 to step 30, +5.9 combined standard errors",
     ]
+    assert difference_of((0.25, 0.03), (0.5, None)) == (0.25, None)
     equal = summarize_choice([*ROWS, made | {CHOSEN: 20, SET: ""}])
     assert choice_lines(equal)[1] == (
         "  chosen            step 20, +0.000 to step 30, +0.0 combined standard errors: too "

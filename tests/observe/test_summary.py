@@ -340,3 +340,21 @@ def test_evaluation_sets_and_votes_are_named_beside_the_held_out_prompts() -> No
     assert "before.aime       0.200" in text and "maj@4 0.900 +- 0.050" in text
     alone = summarize(rows[1:], RunFacts())
     assert alone["accuracy_before"] is None and "before.aime" in render_text(alone, RunFacts())
+
+
+def test_one_prompt_has_no_standard_error() -> None:
+    rows = [eval_row("before", 100.0, 0.0), eval_row("after", 101.0, 1.0),
+            eval_row("after.aime", 102.0, 0.25) | {"eval/pass_at_4": 1.0}]  # fmt: skip
+    for row in rows:
+        row["eval/n"] = 1
+        del row["eval/accuracy_se"]
+    summary = summarize(rows, RunFacts())
+    assert summary["evaluation_sets"] == {"after.aime": {"accuracy": 0.25, "se": None, "n": 1}}
+    lines = render_text(summary, RunFacts()).splitlines()
+    assert lines[0].startswith("Accuracy on 1 held-out prompt (")
+    assert lines[1:5] == [
+        "  before RL         0.000",
+        "  after RL          1.000   +1.000 to before",
+        "  after.aime        0.250 on 1 prompt",
+        "  after.aime        pass@4 1.000",
+    ]

@@ -28,15 +28,15 @@ def summarized(groups: list[Group], seconds: float) -> dict[str, float]:
 def test_standard_error_of_single_samples_is_the_binomial_one() -> None:
     results = summarized([make_group(n, [float(n < 3)]) for n in range(8)], 2.0)
     assert results["eval/accuracy"] == 3 / 8
-    assert results["eval/accuracy_se"] == pytest.approx(math.sqrt(3 / 8 * 5 / 8 / 8))
+    assert results["eval/accuracy_se"] == pytest.approx(math.sqrt(3 / 8 * 5 / 8 / 7))
     assert (results["eval/n"], results["eval/seconds"]) == (8, 2.0)
 
 
 def test_standard_error_of_several_samples_is_over_prompts() -> None:
     results = summarized([make_group(0, [1, 1, 1, 1]), make_group(1, [1, 0, 0, 0])], 1.0)
-    # Shares 1 and 1/4: mean 5/8, deviation 3/8 each.
+    # Shares 1 and 1/4: mean 5/8, deviation 3/8 each, variance 2 * (3/8)^2 / (2 - 1).
     assert results["eval/accuracy"] == 5 / 8
-    assert results["eval/accuracy_se"] == pytest.approx(3 / 8 / math.sqrt(2))
+    assert results["eval/accuracy_se"] == pytest.approx(3 / 8)
     assert results["eval/n"] == 2 and results["eval/reward"] == 5 / 8
 
 
@@ -48,7 +48,8 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer() -> None:
             np.mean([any(subset) for subset in itertools.combinations(mine, k)]) for mine in rewards
         ]
         assert results[f"eval/pass_at_{k}"] == pytest.approx(np.mean(shares))
-        error = np.std(shares) / math.sqrt(4)
+        mean = sum(shares) / 4
+        error = math.sqrt(sum((share - mean) ** 2 for share in shares) / 3 / 4)
         assert results[f"eval/pass_at_{k}_se"] == pytest.approx(error)
     assert not {"eval/pass_at_1", "eval/pass_at_3", "eval/pass_at_5"} & results.keys()
     # One completion could not be graded: too few for k = 6, enough for k = 4.
@@ -56,6 +57,12 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer() -> None:
     assert shorter["eval/pass_at_6"] == 0 and shorter["eval/pass_at_4"] == pytest.approx(4 / 5 / 2)
     single = summarized([make_group(0, [1.0])], 1.0)
     assert not any(name.startswith("eval/pass_at") for name in single)
+
+
+def test_one_prompt_has_no_standard_error() -> None:
+    results = summarized([make_group(0, [1, 0, 0, 0])], 1.0)
+    assert (results["eval/accuracy"], results["eval/pass_at_2"]) == (0.25, 0.5)
+    assert not [name for name in results if name.endswith("_se")]
 
 
 def test_evaluations_are_due_before_in_between_and_after() -> None:
@@ -125,3 +132,5 @@ def test_it_is_said_what_is_evaluated_on_and_that_a_handful_tells_nothing() -> N
     assert "4 of the set aime prompts" not in line and "4 prompts of the set aime" in line
     # 0.5 / sqrt(4); two standard errors of a difference: 2 sqrt(2) 0.25.
     assert "up to 0.25," in warning and "gain of 0.71" in warning
+    line, warning = said(1)
+    assert "1 held-out prompt (4 completions" in line and "too few, 1 held-out prompt:" in warning

@@ -99,6 +99,16 @@ def test_absolute_and_relative_paths_are_the_same_place(tmp_path: Path) -> None:
         check_folders(plan_of(tmp_path, SWEEP, "model.path=there/model").runs)
 
 
+@pytest.mark.parametrize("text", ["sft.dataset=", "sft.dataset=''"])
+def test_a_run_without_a_path_of_the_base_is_no_other_run(tmp_path: Path, text: str) -> None:
+    sweep = SWEEP.replace("[[", f'overrides = ["{text}", "model.megatron_path="]\n[[', 1)
+    run = plan_of(tmp_path, sweep).runs[0]
+    save_config(run)
+    check_folders(plan_of(tmp_path, sweep).runs)
+    with pytest.raises(InputError, match=r"sft.dataset was None, is .*/answers\.jsonl"):
+        check_folders(plan_of(tmp_path, SWEEP, "sft.dataset=answers.jsonl").runs)
+
+
 def test_a_symbolic_link_is_the_place_that_it_leads_to(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")

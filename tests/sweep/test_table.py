@@ -1,5 +1,6 @@
 """What the command prints and writes, from run folders made by hand."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -10,8 +11,8 @@ from megatron_rl.cli import main as cli
 from megatron_rl.config.files import dump_toml
 from megatron_rl.sweep.folders import FAILURE
 from megatron_rl.sweep.plan import Plan
-from megatron_rl.sweep.results import Estimate
-from megatron_rl.sweep.table import with_error
+from megatron_rl.sweep.results import Estimate, collect
+from megatron_rl.sweep.table import missing_lines, with_error
 from tests.sweep.places import SWEEP, plan_of
 
 THREE_SEEDS = SWEEP.replace("[0, 1]", "[0, 1, 2]").replace('_after"]', '_after", "reward_last10"]')
@@ -73,6 +74,20 @@ def test_figures_of_a_diverged_run_are_null_in_json(tmp_path: Path) -> None:
     ]
     assert estimate == {"mean": None, "standard_error": None, "n": 3}
     assert "| 3 | nan +- nan |" in (tmp_path / "sweep" / "sweep.md").read_text()
+
+
+def test_equal_runs_have_no_sign_test_and_one_run_is_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_of(tmp_path, SWEEP.replace("[0, 1]", "[0]"))
+    leave_runs(plan)
+    for run in plan.runs:
+        (run.run_dir / "summary.json").write_text(json.dumps({"steps": 3, "accuracy_after": 0.5}))
+    assert cli.main(command(tmp_path, "--report")) == 0
+    assert "| high | 1 | 0.5 | +0 | - | 0/0 |" in (tmp_path / "sweep" / "sweep.md").read_text()
+    one = collect(plan)
+    assert missing_lines(dataclasses.replace(one, runs=one.runs[:1])) == ["The run is complete."]
+    capsys.readouterr()
 
 
 def test_figures_leave_out_what_is_missing_and_say_so(

@@ -67,12 +67,12 @@ def _cells(found: dict[str, Any]) -> tuple[str, ...]:
     only = f"{found['only_first']}, {found['only_second']}"
     if found["p"] is None:
         return "0", _NONE, _NONE, _NONE, _NONE, _NONE, only
-    error = _NONE if found["se"] is None else f"{found['se']:.3f}"
+    error = "" if found["se"] is None else f" +- {found['se']:.3f}"
     return (
         str(found["problems"]),
         f"{found['first_accuracy']:.3f}",
         f"{found['second_accuracy']:.3f}",
-        f"{found['difference']:+.3f} +- {error}",
+        f"{found['difference']:+.3f}{error}",
         f"{found['p']:.3g}" + ("" if found["is_exact"] else " (drawn)"),
         f"{found['higher']}, {found['lower']}",
         only,

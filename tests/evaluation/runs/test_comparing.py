@@ -49,6 +49,15 @@ def test_the_table_says_what_is_not_common(folders: tuple[Path, Path]) -> None:
         assert part in text
 
 
+def test_one_problem_has_no_error_in_the_table(tmp_path: Path) -> None:
+    write_results(tmp_path / "a", {"aime": {"p": [1, 0]}})
+    write_results(tmp_path / "b", {"aime": {"p": [1, 1]}}, label="other")
+    console = Console(record=True, width=100)
+    print_comparison(compare_folders(tmp_path / "a", tmp_path / "b"), console)
+    text = console.export_text()
+    assert "+0.500" in text and "+-" not in text
+
+
 def test_evaluations_without_a_common_set_are_refused(tmp_path: Path) -> None:
     write_results(tmp_path / "a", {"aime": {"p": [1, 1]}})
     write_results(tmp_path / "b", {"": {"p": [1, 1]}})

@@ -21,9 +21,9 @@ def test_figures_follow_from_the_records(tmp_path: Path) -> None:
     assert aime["accuracy"]["value"] == 0.625
     assert (aime["prompts"], aime["problems"], aime["missing_problems"]) == (5, 4, 1)
     assert (aime["short_problems"], aime["samples"]) == (1, 2)
-    # Of the three with two completions.
+    # 1, 1 and 0 of the three with two completions: squared deviations add up to 2/3.
     assert aime["pass_at"]["2"] == pytest.approx(
-        {"value": 2 / 3, "se": (2 / 9 / 3) ** 0.5, "problems": 3}
+        {"value": 2 / 3, "se": (2 / 3 / 2 / 3) ** 0.5, "problems": 3}
     )
     # One against one is a tie.
     assert aime["maj_at"]["2"]["value"] == pytest.approx(0.5)
@@ -34,7 +34,7 @@ def test_tables_show_every_figure(tmp_path: Path) -> None:
     console = Console(record=True, width=80)
     print_report(report, console)
     text = console.export_text()
-    assert "accuracy" in text and "0.750 +- 0.177" in text
+    assert "accuracy" in text and "0.750 +- 0.250" in text
     assert "pass@2" in text and "maj@2" in text and "task math" in text and "…" not in text
 
 
