@@ -222,7 +222,9 @@ def _limit(error: BaseException) -> str | None:
 
 
 def _describe(error: BaseException) -> str:
-    """An exception and the user's line that raised it."""
+    """An exception and the user's line that raised it; of an exception group each of its parts."""
+    if parts := getattr(error, "exceptions", ()):
+        return "; ".join(map(_describe, parts))[:MAX_REASON]
     text = "".join(traceback.format_exception_only(type(error), error)).strip()[-MAX_REASON:]
     frames = [
         frame

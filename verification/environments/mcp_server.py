@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from verification.environments.policy import EpisodeInput, Outcome, Policy, ToGrade
+from verification.environments.policy import EpisodeInput, Outcome, Policy, ToGrade, Unavailable
 from verification.environments.tools import MAX_RESULT_CHARS, Limits, converse
+
+_OF_THE_CLIENT = (-32000, -32001, 408)
+"""Codes of errors that the client makes itself: connection closed; timeout of mcp 2, and 1."""
 
 
 class ServerTool:
@@ -33,8 +36,18 @@ class ServerTool:
         return "" if isinstance(arguments, dict) else f"the arguments of {self.name} are no object"
 
     async def function(self, **arguments: Any) -> str:
-        """The text of the result; the server's own errors are texts too."""
-        result = await self._session.call_tool(self.name, arguments)
+        """The text of the server's answer, an error too. Raises Unavailable if there is none."""
+        try:
+            result = await self._session.call_tool(self.name, arguments)
+        # A lost connection has many types: anyio's, the system's, and codes of mcp's own error.
+        except Exception as error:  # noqa: BLE001
+            answer = getattr(error, "error", None)
+            if not isinstance(code := getattr(answer, "code", None), int) or code in _OF_THE_CLIENT:
+                raise Unavailable(
+                    f"the MCP server gave no valid answer to a call of {self.name}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            return f"Error: {getattr(answer, 'message', '')}"
         texts = [part.text for part in result.content if hasattr(part, "text")]
         return ("Error: " if result.is_error else "") + "\n".join(texts)
 

@@ -95,6 +95,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hostile]:
         ("leave", None, "crash", r"process ended \(exit code 0"),
         ("exit", None, "exception", r"SystemExit: 3 \(.*/hostile.py:\d+ in exit\)"),
         ("fail", None, "exception", r"ZeroDivisionError: .*/hostile.py:\d+ in fail\)"),
+        ("fail_together", None, "exception", r"^ZeroDivisionError: first; KeyError: 'second'$"),
         ("eat", None, "exception", r"MemoryError \(.*/hostile.py:\d+ in eat\)"),
         ("ask_much", None, "flood", "over 64 requests at once"),
         ("swallow", None, "flood", "after 256 were refused: out_of_tokens"),
