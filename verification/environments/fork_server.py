@@ -67,6 +67,7 @@ class ForkServer:
         """Import the module, then serve until the host closes the socket."""
         try:
             form, episode = load(self._target)
+            # What each episode would do anew, such as an import of seconds.
             if prepare := getattr(episode, "prepare", None):
                 prepare()
         except BaseException as error:  # noqa: BLE001  Whatever a module raises is reported.

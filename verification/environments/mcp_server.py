@@ -1,14 +1,16 @@
 """Tools of an MCP server, as an episode.
 
-Runs in the environment's process, whose interpreter needs the package `mcp` (2.3.0 or later):
-`expert.environments.python`. Imports it only when an episode begins.
+Runs in the environment's process, whose interpreter needs the package `mcp` (from 1.30 on, 2.3 is
+the latest tried): `expert.environments.python`. The fork server imports it before it forks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
+from verification.environments.opening import import_client
 from verification.environments.policy import EpisodeInput, Outcome, Policy, ToGrade, Unavailable
 from verification.environments.tools import MAX_RESULT_CHARS, Limits, converse
 
@@ -27,7 +29,7 @@ class ServerTool:
             "function": {
                 "name": told.name,
                 "description": told.description or told.name,
-                "parameters": told.input_schema,
+                "parameters": _of_either(told, "input_schema", "inputSchema"),
             },
         }
 
@@ -49,7 +51,13 @@ class ServerTool:
                 ) from error
             return f"Error: {getattr(answer, 'message', '')}"
         texts = [part.text for part in result.content if hasattr(part, "text")]
-        return ("Error: " if result.is_error else "") + "\n".join(texts)
+        is_error = _of_either(result, "is_error", "isError")
+        return ("Error: " if is_error else "") + "\n".join(texts)
+
+
+def _of_either(told: Any, name: str, old_name: str) -> Any:
+    """A field of mcp 2, or as mcp 1 names it."""
+    return getattr(told, name) if hasattr(told, name) else getattr(told, old_name)
 
 
 def mcp_episode(
@@ -76,5 +84,7 @@ def mcp_episode(
                     prompt, policy, tools, state=session, reward=reward, limits=limits
                 )
 
-    episode.__dict__["form"] = "tools"  # For `load`.
+    # For the fork server.
+    prepare = partial(import_client, "mcp.client.stdio", "mcp, 1.30 or later,")
+    episode.__dict__.update(form="tools", prepare=prepare)
     return episode

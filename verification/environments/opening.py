@@ -1,11 +1,13 @@
-"""How an object of the user's opens a conversation: a game, or tools with a state.
+"""How an episode begins: imports of its form, and an object of the user's, a game or tools.
 
 Runs in the environment's process; standard library only.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +17,17 @@ from verification.environments.policy import EpisodeInput
 async def finished(value: Any) -> Any:
     """The value, or what it yields when it is awaited."""
     return await value if inspect.isawaitable(value) else value
+
+
+def import_client(module: str, package: str) -> None:
+    """Import what each episode needs. package: its name and versions, for the ImportError."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{error}; expected the package {package} for {sys.executable}: install it there, or "
+            "set expert.environments.python"
+        ) from error
 
 
 def call_reset(

@@ -14,6 +14,7 @@ from megatron_rl.config.errors import InputError
 from tests.verification.environments.running import FOLDER, Running, replies, run, settings
 from verification.environments.fork_client import check_target
 from verification.environments.policy import Call, Outcome, PolicyLimit, Reply, Say
+from verification.environments.settings import EnvironmentFailed
 
 
 @pytest.fixture(scope="module")
@@ -275,6 +276,37 @@ def test_the_childs_files_need_the_standard_library_of_python_3_9_only() -> None
                 elif ours not in seen:
                     left.append(ours)
     assert {"keeper", "fork_server", "policy", "text_game", "tools", "tool_schemas"} < seen
+
+
+@pytest.mark.parametrize(
+    ("made", "module", "versions"),
+    [
+        ("mcp_episode(['x'])", "mcp.client.stdio", "mcp, 1.30"),
+        (
+            "open_env_episode('http://x', action='a')",
+            "openenv.core.generic_client",
+            "openenv, 0.10",
+        ),
+    ],
+)
+def test_clients_are_imported_once_for_all_conversations(
+    tmp_path: Path, made: str, module: str, versions: str
+) -> None:
+    (tmp_path / "clients.py").write_text(
+        f"from verification.environments import *\nepisode = {made}\n"
+    )
+    paths = (str(tmp_path),)
+    with pytest.raises(InputError, match=f"No module named .*; expected the package {versions}"):
+        check_target("clients:episode", settings(tmp_path, paths=paths))
+    client = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
+    client.parent.mkdir(parents=True)
+    client.write_text(f"open({str(tmp_path / 'imports')!r}, 'a').write('once')\n")
+    with Running(tmp_path, paths=paths) as running:
+        for _ in range(3):
+            # The package of this test has no classes.
+            with pytest.raises(EnvironmentFailed, match="cannot import name"):
+                running.play("clients:episode")
+    assert (tmp_path / "imports").read_text() == "once"
 
 
 @pytest.mark.parametrize(
