@@ -24,6 +24,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from verification.environments.keeper import Keeper, become_reaper, kill, processes
+from verification.environments.opening import check_call
 from verification.environments.policy import (
     BadOutcome,
     EpisodeInput,
@@ -148,7 +149,8 @@ class ForkServer:
 def load(target: str) -> tuple[str, Episode]:
     """(form, episode) of "module:name". form: "function", "text_game" or "tools".
 
-    Raises what the import raises, and TypeError for anything else than an environment.
+    Raises what the import raises, and TypeError for anything else than an environment, or one that
+    a run could not call.
     """
     module_name, _, name = target.partition(":")
     found: Any = importlib.import_module(module_name)
@@ -156,10 +158,13 @@ def load(target: str) -> tuple[str, Episode]:
         found = getattr(found, part)
     if inspect.isclass(found):
         if hasattr(found, "reset") and hasattr(found, "step"):
+            is_bound = not inspect.isfunction(inspect.getattr_static(found, "step"))
+            check_call(found.step, f"{target}.step", *([] if is_bound else ["self"]), "text")
             return "text_game", text_game_episode(found)
     elif callable(found) and (
         inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(type(found).__call__)
     ):
+        check_call(found, target, "prompt", "policy")
         return getattr(found, "form", "function"), found
     raise TypeError(
         f"{target} is a {type(found).__name__}: expected an async function of (prompt, policy), "

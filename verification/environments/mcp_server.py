@@ -12,7 +12,7 @@ from typing import Any
 
 from verification.environments.opening import import_client
 from verification.environments.policy import EpisodeInput, Outcome, Policy, ToGrade, Unavailable
-from verification.environments.tools import MAX_RESULT_CHARS, Limits, converse
+from verification.environments.tools import MAX_RESULT_CHARS, Limits, check_reward, converse
 
 _OF_THE_CLIENT = (-32000, -32001, 408)
 """Codes of errors that the client makes itself: connection closed; timeout of mcp 2, and 1."""
@@ -68,6 +68,7 @@ def mcp_episode(
 
     command: program and arguments. The rest is as for `tools_episode`; `run.state` is the session.
     """
+    check_reward(reward)
     limits = Limits(max_turns, max_tokens, max_result_chars)
 
     async def episode(prompt: EpisodeInput, policy: Policy) -> Outcome | ToGrade:

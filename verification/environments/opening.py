@@ -1,4 +1,4 @@
-"""How an episode begins: imports of its form, and an object of the user's, a game or tools.
+"""How an episode begins: imports of its form, checks and calls of what the user wrote.
 
 Runs in the environment's process; standard library only.
 """
@@ -27,6 +27,22 @@ def import_client(module: str, package: str) -> None:
         raise ImportError(
             f"{error}; expected the package {package} for {sys.executable}: install it there, or "
             "set expert.environments.python"
+        ) from error
+
+
+def check_call(function: Callable[..., Any], name: str, *expected: str) -> None:
+    """Raise TypeError unless a function of the user's takes these arguments, by position."""
+    try:
+        # A decorator that calls the function with more is called without.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except ValueError:
+        return  # Functions in C may have none.
+    try:
+        signature.bind(*expected)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} takes {signature}, and must take ({', '.join(expected)}): {error}; give other "
+            "parameters defaults, or remove them"
         ) from error
 
 

@@ -340,3 +340,59 @@ def test_a_check_says_what_is_wrong(
     limits = settings(tmp_path, paths=(FOLDER, str(tmp_path)), **changes)
     with pytest.raises(InputError, match=says):
         check_target(target, limits)
+
+
+MISFITS = """
+from functools import wraps
+from verification.environments import *
+
+async def no_policy(prompt): ...
+async def asks_more(prompt, policy, *, model): ...
+class Board:
+    def __init__(self, size): ...
+    def reset(self): ...
+    def step(self, text): ...
+class Deaf:
+    def reset(self): ...
+    def step(self): ...
+class Tools:
+    def __init__(self, size): ...
+def tools(): return tools_episode(Tools)
+def rewarded(): return tools_episode([], reward=lambda run: 1.0)
+def served(): return mcp_episode(["server"], reward=lambda run: 1.0)
+class Fits:
+    def __init__(self, size=3): ...
+    def reset(self): ...
+    @staticmethod
+    def step(text, *more): ...
+def with_model(function):
+    @wraps(function)
+    async def call(prompt, policy): return await function(prompt, policy, model=1)
+    return call
+fits = with_model(asks_more)
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        ("no_policy", r"misfits:it takes \(prompt\), and must take \(prompt, policy\): too many"),
+        ("asks_more", r"it takes \(prompt, policy, \*, model\), and must take .*'model'"),
+        ("Board", r"Board takes \(size\), and must take \(\): .*'size'"),
+        ("Deaf", r"misfits:it.step takes \(self\), and must take \(self, text\): too many"),
+        ("tools()", r"Tools takes \(size\), and must take \(\): .*'size'"),
+        ("rewarded()", r"reward=<lambda> takes \(run\), and must take \(prompt, run\): too many"),
+        ("served()", r"reward=<lambda> takes \(run\), and must take \(prompt, run\): too many"),
+    ],
+)
+def test_a_check_refuses_what_a_run_could_not_call(tmp_path: Path, made: str, says: str) -> None:
+    (tmp_path / "misfits.py").write_text(f"{MISFITS}it = {made}\n")
+    with pytest.raises(InputError, match=says):
+        check_target("misfits:it", settings(tmp_path, paths=(str(tmp_path),)))
+
+
+def test_a_check_accepts_what_a_run_can_call(tmp_path: Path) -> None:
+    (tmp_path / "misfits.py").write_text(MISFITS)
+    limits = settings(tmp_path, paths=(str(tmp_path),))
+    assert check_target("misfits:Fits", limits) == "text_game"
+    assert check_target("misfits:fits", limits) == "function"
