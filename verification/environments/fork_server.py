@@ -25,14 +25,13 @@ from typing import Any
 
 from verification.environments.keeper import Keeper, become_reaper, kill, processes
 from verification.environments.opening import check_call
+from verification.environments.outcome_check import BadOutcome, check_end
 from verification.environments.policy import (
-    BadOutcome,
     EpisodeInput,
     Outcome,
     Policy,
     PolicyLimit,
     ToGrade,
-    check_end,
     pack,
     read_message,
 )
