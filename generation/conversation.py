@@ -133,8 +133,10 @@ class ConversationTree:
         given: behind the parent's reply. max_tokens: None: as many as there is room for.
         """
         room = self.room_for(parent, given)
-        if room < 1 or max_tokens == 0:
-            raise OutOfTokens(f"no room for a reply behind {len(given)} given tokens")
+        if max_tokens == 0:
+            raise OutOfTokens("a reply was asked for with max_tokens below 1")
+        if room < 1:
+            raise OutOfTokens(self._describe_limit(parent, given, room))
         is_last = max_tokens is None or room <= max_tokens
         turn = Turn(parent, given, room if max_tokens is None else min(room, max_tokens), is_last)
         if parent is not None:
@@ -146,6 +148,20 @@ class ConversationTree:
         """Tokens that a reply to these tokens may have."""
         room = self.room_behind(parent) - len(given)
         return room if self.turns else min(self._completion_tokens, room)
+
+    def _describe_limit(self, parent: Turn | None, given: list[int], room: int) -> str:
+        """The tokens and the limit that leave this room."""
+        begun = (0 if parent is None else parent.row_size) + len(given)
+        if self._context_tokens - begun == room:
+            return (
+                f"a reply has no room behind {begun} tokens: generator.context_tokens is "
+                f"{self._context_tokens}; shorten the messages, or raise it"
+            )
+        limit = self._completion_tokens
+        return (
+            f"the conversation has {limit - room} tokens behind its first prompt: "
+            f"sampling.max_new_tokens is {limit}; shorten the messages, or raise it"
+        )
 
     def room_behind(self, parent: Turn | None) -> int:
         """Tokens that may follow a reply, or begin another row; the first prompt is not counted."""

@@ -85,6 +85,8 @@ class Episode:
         self._next_turn = asyncio.Lock()
         self._environment_s = 0.0
         self._first_at = -1.0
+        self._no_reply = "it returned without a turn of the policy"
+        """Why there is no reply, until there is one."""
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -130,9 +132,14 @@ class Episode:
                 await self._reply_ended.wait()
             try:
                 turn = self._tree.open(parent, given, max_tokens)
-            except OutOfTokens:
+            except OutOfTokens as error:
                 self._tree.is_cut = True
+                self._no_reply = f"its first reply has no room: {error}"
                 raise
+            self._no_reply = (
+                "it returned before the policy's first reply: it cancelled say, as "
+                "asyncio.wait_for does, or did not await it"
+            )
             self._count(+1)
             turn.asked, turn.asked_at = asked, self._changed_at
         try:
@@ -190,13 +197,10 @@ class Episode:
         self._changed_at = now
 
     def end(self, end: Outcome | ToGrade) -> Rollout:
-        """The rollout. Raises EnvironmentFailed if the environment never asked for a reply."""
+        """The rollout. Raises EnvironmentFailed if the environment never got a reply."""
         self._tree.discard_open()
         if not self._tree.turns:
-            reason = "it returned without a turn of the policy"
-            if self._tree.is_cut:
-                reason = "its first messages, or its max_tokens, leave no room for a reply"
-            raise EnvironmentFailed(reason, "bad_outcome")
+            raise EnvironmentFailed(self._no_reply, "bad_outcome")
         self._count(0)
         rows, renderer = self._tree.rows(), self.owner.renderer
         asked, to_grade, score, returns = rows.prompt_ids, None, None, list[TurnReturn]()

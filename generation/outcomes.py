@@ -15,13 +15,14 @@ from generation.conversation import Rows, Turn
 from megatron_rl.protocol.chat_template import Turn as Message
 from megatron_rl.protocol.rollout import TOOLS, ConversationTurn, GivenMessage, TurnReturn
 from megatron_rl.protocol.types import Score, escaped
+from verification.environments.outcome_check import REST
 from verification.environments.policy import Outcome
 from verification.environments.settings import EnvironmentFailed
 
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.]+")
 _REASON_CHARS = 64
-_REST = "environment"
-"""The part of a score that the other parts leave of the reward."""
+_ROUNDING = 1e-9
+"""A rest of the reward that is smaller is none: 0.7 + 0.2 + 0.1 is not 1."""
 
 Earned = tuple[Score, list[TurnReturn]]
 
@@ -49,9 +50,9 @@ def earned_by(outcome: Outcome, asked: Sequence[Turn], learnt: Sequence[Turn]) -
 
 def score_of(outcome: Outcome) -> Score:
     """The outcome's score."""
-    others = {name: part for name, part in outcome.parts.items() if name != _REST}
-    rest = outcome.reward - sum(others.values())
-    parts = others | ({_REST: rest} if rest or not others else {})
+    rest = outcome.reward - sum(outcome.parts.values())
+    has_rest = abs(rest) > _ROUNDING or not outcome.parts
+    parts = outcome.parts | ({REST: rest} if has_rest else {})
     # It becomes part of a metric's name.
     reason = _NO_NAME.sub("_", outcome.reason)[:_REASON_CHARS]
     return Score(outcome.reward, parts, reason, is_outcome=True)

@@ -197,5 +197,6 @@ class EnvironmentBreaker:
         return (
             f"Conversations of task {task!r} wait, except for one now and then: its environment "
             f"{self.targets[task]!r} failed {ENVIRONMENT_FAILURES} of them in a row. The last one: "
-            f"{self._last[task]!r}. Fix: read logs/environments-*.log, the output of environments"
+            f"{self._last[task]!r}. Fix what it names; logs/environments-*.log have the output of "
+            "environments"
         )

@@ -34,6 +34,18 @@ async def gives_up(prompt: EpisodeInput, policy: Policy) -> Outcome:
     return Outcome(0.0, "gave up!")
 
 
+async def stops_waiting(prompt: EpisodeInput, policy: Policy) -> Outcome:
+    try:
+        await asyncio.wait_for(policy.chat(prompt.messages).say(), 0.2)
+    except asyncio.TimeoutError:  # noqa: UP041  Another class before Python 3.11.
+        pass
+    return Outcome(0.0, "slow")
+
+
+async def never_asks(prompt: EpisodeInput, policy: Policy) -> Outcome:
+    return Outcome(1.0, "correct")
+
+
 async def forks_a_fork(prompt: EpisodeInput, policy: Policy) -> Outcome:
     chat = policy.chat(prompt.messages)
     for word in ("first", "second", "third"):

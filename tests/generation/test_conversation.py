@@ -79,8 +79,11 @@ def test_replies_get_the_room_that_is_left() -> None:
     assert second.most_tokens == 3
     # A branch repeats the prompt and the first reply, and the second turn keeps its room.
     assert tree.room_behind(first) == 10 - 2 - (2 + 3) - 5
-    with pytest.raises(OutOfTokens):
+    # 7 tokens behind the prompt, 5 that the branch repeats, and 1 that is given.
+    with pytest.raises(OutOfTokens, match="13 tokens behind .* sampling.max_new_tokens is 10;"):
         tree.open(first, [6], None)
+    with pytest.raises(OutOfTokens, match="behind 12 tokens: generator.context_tokens is 12;"):
+        tree.open(second, [6, 7], None)
     tree.close(second, reply_of([12], finish_reason="length"))
     assert not tree.is_cut  # its environment kept it short
     tree.close(tree.open(second, [7], None), reply_of([13], finish_reason="length"))

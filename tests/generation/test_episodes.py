@@ -1,6 +1,7 @@
 """Conversations of real environments with a scripted engine: rows, failures, limits."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -302,7 +303,21 @@ def test_first_messages_without_room_are_the_environments_failure(
 ) -> None:
     [failed] = play(tmp_path, ScriptedEngine(renderer, lambda _: "x"), "opens_wide")
     assert isinstance(failed, RolloutFailed) and failed.fault == "bad_outcome"
-    assert "leave no room for a reply" in failed.reason
+    # One token for each "more", and a few of the template.
+    found = re.search(r"no room behind (\d+) tokens: generator.context_tokens is", failed.reason)
+    assert found is not None and 100_000 <= int(found[1]) < 100_100
+
+
+def test_a_first_reply_that_was_given_up_is_no_environment_that_never_asked(
+    tmp_path: Path, renderer: Renderer
+) -> None:
+    engine = ScriptedEngine(renderer, lambda _: "x", slow="begin")
+    [failed] = play(tmp_path, engine, "stops_waiting")
+    assert isinstance(failed, RolloutFailed) and failed.fault == "bad_outcome"
+    assert "before the policy's first reply: it cancelled say" in failed.reason
+    [failed] = play(tmp_path, engine, "never_asks")
+    assert isinstance(failed, RolloutFailed)
+    assert "it returned without a turn of the policy" in failed.reason
 
 
 def test_no_room_for_another_reply_is_an_outcome(tmp_path: Path, renderer: Renderer) -> None:

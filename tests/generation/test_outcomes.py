@@ -3,7 +3,8 @@
 import pytest
 
 from generation.outcomes import earned_by
-from verification.environments.policy import BadOutcome, Outcome, check_end
+from verification.environments.outcome_check import BadOutcome, check_end
+from verification.environments.policy import Outcome
 from verification.environments.settings import EnvironmentFailed
 
 
@@ -12,13 +13,16 @@ from verification.environments.settings import EnvironmentFailed
     [
         ({}, {"environment": 1.0}),
         ({"form": 0.25}, {"form": 0.25, "environment": 0.75}),
-        ({"form": 0.25, "environment": 0.5}, {"form": 0.25, "environment": 0.75}),
         ({"form": 1.0}, {"form": 1.0}),
+        ({"n_turns": 7.0}, {"n_turns": 7.0, "environment": -6.0}),
+        # In floats the sum is 0.9999999999999999.
+        ({"a": 0.7, "b": 0.2, "c": 0.1}, {"a": 0.7, "b": 0.2, "c": 0.1}),
     ],
 )
 def test_parts_sum_to_the_reward(parts: dict[str, float], expected: dict[str, float]) -> None:
     score, returns = earned_by(Outcome(1.0, "x", parts), [], [])
-    assert score.parts == expected and sum(score.parts.values()) == score.reward == 1.0
+    assert score.parts == expected and score.reward == 1.0
+    assert sum(score.parts.values()) == pytest.approx(1.0, abs=1e-9)
     assert returns == []
 
 

@@ -25,9 +25,9 @@ from dataclasses import asdict
 from typing import Any
 
 from verification.environments.keeper import WHERE
+from verification.environments.outcome_check import BadOutcome, check_end
 from verification.environments.policy import (
     MAX_WAITING,
-    BadOutcome,
     EpisodeInput,
     JudgeInput,
     Outcome,
@@ -37,7 +37,6 @@ from verification.environments.policy import (
     ToGrade,
     TooLong,
     Verdict,
-    check_end,
     is_message,
     pack,
     read_message,

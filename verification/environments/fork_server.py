@@ -24,14 +24,14 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from verification.environments.keeper import Keeper, become_reaper, kill, processes
+from verification.environments.opening import check_call
+from verification.environments.outcome_check import BadOutcome, check_end
 from verification.environments.policy import (
-    BadOutcome,
     EpisodeInput,
     Outcome,
     Policy,
     PolicyLimit,
     ToGrade,
-    check_end,
     pack,
     read_message,
 )
@@ -67,6 +67,7 @@ class ForkServer:
         """Import the module, then serve until the host closes the socket."""
         try:
             form, episode = load(self._target)
+            # What each episode would do anew, such as an import of seconds.
             if prepare := getattr(episode, "prepare", None):
                 prepare()
         except BaseException as error:  # noqa: BLE001  Whatever a module raises is reported.
@@ -147,7 +148,8 @@ class ForkServer:
 def load(target: str) -> tuple[str, Episode]:
     """(form, episode) of "module:name". form: "function", "text_game" or "tools".
 
-    Raises what the import raises, and TypeError for anything else than an environment.
+    Raises what the import raises, and TypeError for anything else than an environment, or one that
+    a run could not call.
     """
     module_name, _, name = target.partition(":")
     found: Any = importlib.import_module(module_name)
@@ -155,10 +157,13 @@ def load(target: str) -> tuple[str, Episode]:
         found = getattr(found, part)
     if inspect.isclass(found):
         if hasattr(found, "reset") and hasattr(found, "step"):
+            is_bound = not inspect.isfunction(inspect.getattr_static(found, "step"))
+            check_call(found.step, f"{target}.step", *([] if is_bound else ["self"]), "text")
             return "text_game", text_game_episode(found)
     elif callable(found) and (
         inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(type(found).__call__)
     ):
+        check_call(found, target, "prompt", "policy")
         return getattr(found, "form", "function"), found
     raise TypeError(
         f"{target} is a {type(found).__name__}: expected an async function of (prompt, policy), "
@@ -222,7 +227,9 @@ def _limit(error: BaseException) -> str | None:
 
 
 def _describe(error: BaseException) -> str:
-    """An exception and the user's line that raised it."""
+    """An exception and the user's line that raised it; of an exception group each of its parts."""
+    if parts := getattr(error, "exceptions", ()):
+        return "; ".join(map(_describe, parts))[:MAX_REASON]
     text = "".join(traceback.format_exception_only(type(error), error)).strip()[-MAX_REASON:]
     frames = [
         frame

@@ -1,16 +1,21 @@
 """Tools of an MCP server, as an episode.
 
-Runs in the environment's process, whose interpreter needs the package `mcp` (2.3.0 or later):
-`expert.environments.python`. Imports it only when an episode begins.
+Runs in the environment's process, whose interpreter needs the package `mcp` (from 1.30 on, 2.3 is
+the latest tried): `expert.environments.python`. The fork server imports it before it forks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
-from verification.environments.policy import EpisodeInput, Outcome, Policy, ToGrade
-from verification.environments.tools import MAX_RESULT_CHARS, Limits, converse
+from verification.environments.opening import import_client
+from verification.environments.policy import EpisodeInput, Outcome, Policy, ToGrade, Unavailable
+from verification.environments.tools import MAX_RESULT_CHARS, Limits, check_reward, converse
+
+_OF_THE_CLIENT = (-32000, -32001, 408)
+"""Codes of errors that the client makes itself: connection closed; timeout of mcp 2, and 1."""
 
 
 class ServerTool:
@@ -24,7 +29,7 @@ class ServerTool:
             "function": {
                 "name": told.name,
                 "description": told.description or told.name,
-                "parameters": told.input_schema,
+                "parameters": _of_either(told, "input_schema", "inputSchema"),
             },
         }
 
@@ -33,10 +38,26 @@ class ServerTool:
         return "" if isinstance(arguments, dict) else f"the arguments of {self.name} are no object"
 
     async def function(self, **arguments: Any) -> str:
-        """The text of the result; the server's own errors are texts too."""
-        result = await self._session.call_tool(self.name, arguments)
+        """The text of the server's answer, an error too. Raises Unavailable if there is none."""
+        try:
+            result = await self._session.call_tool(self.name, arguments)
+        # A lost connection has many types: anyio's, the system's, and codes of mcp's own error.
+        except Exception as error:  # noqa: BLE001
+            answer = getattr(error, "error", None)
+            if not isinstance(code := getattr(answer, "code", None), int) or code in _OF_THE_CLIENT:
+                raise Unavailable(
+                    f"the MCP server gave no valid answer to a call of {self.name}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            return f"Error: {getattr(answer, 'message', '')}"
         texts = [part.text for part in result.content if hasattr(part, "text")]
-        return ("Error: " if result.is_error else "") + "\n".join(texts)
+        is_error = _of_either(result, "is_error", "isError")
+        return ("Error: " if is_error else "") + "\n".join(texts)
+
+
+def _of_either(told: Any, name: str, old_name: str) -> Any:
+    """A field of mcp 2, or as mcp 1 names it."""
+    return getattr(told, name) if hasattr(told, name) else getattr(told, old_name)
 
 
 def mcp_episode(
@@ -47,6 +68,7 @@ def mcp_episode(
 
     command: program and arguments. The rest is as for `tools_episode`; `run.state` is the session.
     """
+    check_reward(reward)
     limits = Limits(max_turns, max_tokens, max_result_chars)
 
     async def episode(prompt: EpisodeInput, policy: Policy) -> Outcome | ToGrade:
@@ -63,5 +85,7 @@ def mcp_episode(
                     prompt, policy, tools, state=session, reward=reward, limits=limits
                 )
 
-    episode.__dict__["form"] = "tools"  # For `load`.
+    # For the fork server.
+    prepare = partial(import_client, "mcp.client.stdio", "mcp, 1.30 or later,")
+    episode.__dict__.update(form="tools", prepare=prepare)
     return episode

@@ -1,15 +1,17 @@
 """Environments of an OpenEnv server, as episodes.
 
 Runs in the environment's process, whose interpreter needs the package `openenv` (0.10.0 or later):
-`expert.environments.python`. Imports it only when an episode begins.
+`expert.environments.python`. The fork server imports it before it forks.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
+from verification.environments.opening import import_client
 from verification.environments.policy import EpisodeInput, Outcome, Policy
 from verification.environments.text_game import MAX_TURNS, text_game_episode
 
@@ -46,6 +48,9 @@ def open_env_episode(
             play = text_game_episode(lambda: session, max_turns=max_turns, max_tokens=max_tokens)
             return await play(prompt, policy)
 
+    # For the fork server.
+    prepare = partial(import_client, "openenv.core.generic_client", "openenv, 0.10 or later,")
+    episode.__dict__["prepare"] = prepare
     return episode
 
 

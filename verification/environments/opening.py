@@ -1,11 +1,13 @@
-"""How an object of the user's opens a conversation: a game, or tools with a state.
+"""How an episode begins: imports of its form, checks and calls of what the user wrote.
 
 Runs in the environment's process; standard library only.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +17,33 @@ from verification.environments.policy import EpisodeInput
 async def finished(value: Any) -> Any:
     """The value, or what it yields when it is awaited."""
     return await value if inspect.isawaitable(value) else value
+
+
+def import_client(module: str, package: str) -> None:
+    """Import what each episode needs. package: its name and versions, for the ImportError."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{error}; expected the package {package} for {sys.executable}: install it there, or "
+            "set expert.environments.python"
+        ) from error
+
+
+def check_call(function: Callable[..., Any], name: str, *expected: str) -> None:
+    """Raise TypeError unless a function of the user's takes these arguments, by position."""
+    try:
+        # A decorator that calls the function with more is called without.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except ValueError:
+        return  # Functions in C may have none.
+    try:
+        signature.bind(*expected)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} takes {signature}, and must take ({', '.join(expected)}): {error}; give other "
+            "parameters defaults, or remove them"
+        ) from error
 
 
 def call_reset(

@@ -22,8 +22,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
-import numbers
 import random
 import struct
 from collections.abc import Mapping, Sequence
@@ -32,7 +30,6 @@ from typing import Any
 
 MAX_WAITING = 64
 """Turns of one episode at once; the environment's further requests wait."""
-MAX_REASON_CHARS = 200
 _LENGTH = struct.Struct(">I")
 
 
@@ -61,7 +58,7 @@ class Outcome:
     reward: float
     reason: str
     parts: dict[str, float] = field(default_factory=dict)
-    """Parts of the reward by name, for metrics."""
+    """Parts of the reward by name, for metrics. What they leave of it is "environment"."""
     turn_rewards: list[float] = field(default_factory=list)
     """Reward of each reply, in the order of asking, with the reward as their sum. A reply then
     learns from its own reward and from later ones; without it from the reward of the episode."""
@@ -91,10 +88,6 @@ class Unavailable(Exception):
 
 class JudgeRefused(Exception):
     """The judge cannot answer these messages, because they are too long for it or malformed."""
-
-
-class BadOutcome(ValueError):
-    """An episode returned no valid outcome."""
 
 
 class PolicyLimit(Exception):
@@ -338,44 +331,6 @@ def _checked(message: dict[str, Any]) -> dict[str, Any]:
         text = repr(message)[:200]
         raise TypeError(f"{text} is no message: expected texts under 'role' and 'content'")
     return message
-
-
-def check_end(value: Any) -> Outcome | ToGrade:
-    """What an episode returned, with plain numbers. Raises BadOutcome."""
-    if isinstance(value, ToGrade):
-        if not isinstance(value.text, str):
-            raise BadOutcome(f"the episode returned {value!r:.200}, expected a text to grade")
-        return value
-    if not isinstance(value, Outcome):
-        raise BadOutcome(f"the episode returned a {type(value).__name__}, expected an Outcome")
-    if not isinstance(value.reason, str) or not 0 < len(value.reason) <= MAX_REASON_CHARS:
-        text = repr(value.reason)[:MAX_REASON_CHARS]
-        raise BadOutcome(f"the outcome's reason is {text}, expected a short name")
-    if not isinstance(value.parts, Mapping):
-        raise BadOutcome(f"the outcome's parts are {value.parts!r}, expected numbers by name")
-    for name in value.parts:
-        if not isinstance(name, str):
-            raise BadOutcome(f"a part of the outcome is called {name!r}, expected text")
-    parts = {name: _number(name, part) for name, part in value.parts.items()}
-    reward = _number("reward", value.reward)
-    turns = [_number("turn_rewards", one) for one in value.turn_rewards]
-    returns = [_number("turn_returns", one) for one in value.turn_returns]
-    if turns and returns:
-        raise BadOutcome("the outcome has turn_rewards and turn_returns, expected one of them")
-    if turns and not math.isclose(sum(turns), reward, rel_tol=1e-6, abs_tol=1e-6):
-        raise BadOutcome(f"turn_rewards sum to {sum(turns)}, and the reward is {reward}")
-    return Outcome(reward, value.reason, parts, turns, returns)
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        # numpy's numbers count as Real too.
-        is_fit = isinstance(value, numbers.Real) and math.isfinite(value)
-    except OverflowError:  # A whole number that is larger than every float.
-        is_fit = False
-    if not is_fit:
-        raise BadOutcome(f"the outcome's {name} is {value!r:.200}, expected a finite number")
-    return float(value)
 
 
 def pack(message: Mapping[str, Any]) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from verification.environments.opening import call_reset, finished, opening
+from verification.environments.opening import call_reset, check_call, finished, opening
 from verification.environments.policy import EpisodeInput, Outcome, Policy
 
 MAX_TURNS = 64
@@ -25,7 +25,9 @@ def text_game_episode(
         five values. Both may be async. Details may name the end of the game: info["reason"].
         Or a game of textarena for one player.
     max_turns: ends the game with reason "out_of_turns" and the rewards so far.
+    Raises TypeError for a class or function that needs arguments.
     """
+    check_call(make, getattr(make, "__name__", str(make)))
 
     async def episode(prompt: EpisodeInput, policy: Policy) -> Outcome:
         game = make()

@@ -11,7 +11,13 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verification.environments.opening import call_reset, columns_of, finished, opening
+from verification.environments.opening import (
+    call_reset,
+    check_call,
+    columns_of,
+    finished,
+    opening,
+)
 from verification.environments.policy import (
     Call,
     Chat,
@@ -45,6 +51,12 @@ class Limits:
     max_turns: int = 8
     max_tokens: int | None = None
     max_result_chars: int = MAX_RESULT_CHARS
+
+
+def check_reward(reward: Callable[..., Any] | None) -> None:
+    """Raise TypeError for a reward function that takes other arguments."""
+    if reward is not None:
+        check_call(reward, f"reward={getattr(reward, '__name__', reward)}", "prompt", "run")
 
 
 async def converse(
@@ -85,10 +97,14 @@ def tools_episode(
         async. None: the verifier grades the last reply, by the task's `compare`.
     max_turns: ends the episode with reward 0 and reason "out_of_turns".
     max_result_chars: of a longer result the policy sees the start.
-    Raises TypeError for a tool without docstring or annotations, ValueError for two of one name.
+    Raises TypeError for a tool without docstring or annotations and for a class or a reward that
+    takes other arguments, ValueError for two tools of one name.
     """
     source = tools if isinstance(tools, type) else list(tools)
+    if isinstance(source, type):
+        check_call(source, source.__name__)
     _tools(source)  # raises for tools that are none
+    check_reward(reward)
     limits = Limits(max_turns, max_tokens, max_result_chars)
 
     async def episode(prompt: EpisodeInput, policy: Policy) -> Outcome | ToGrade:

@@ -71,6 +71,12 @@ async def fail(prompt, policy):  # noqa: ANN001, ANN201
     return Outcome(1 / len(prompt.answer), "never")
 
 
+async def fail_together(prompt, policy):  # noqa: ANN001, ANN201
+    """Two tasks raise, one of them in a group of its own."""
+    inner = ExceptionGroup("of one task", [ZeroDivisionError("first")])
+    raise ExceptionGroup("of two tasks", [inner, KeyError("second")])
+
+
 async def eat(prompt, policy):  # noqa: ANN001, ANN201
     """Allocates more than allowed."""
     return Outcome(float(len(bytearray(8 << 30))), "eaten")

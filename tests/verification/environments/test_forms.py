@@ -14,6 +14,7 @@ from megatron_rl.config.errors import InputError
 from tests.verification.environments.running import FOLDER, Running, replies, run, settings
 from verification.environments.fork_client import check_target
 from verification.environments.policy import Call, Outcome, PolicyLimit, Reply, Say
+from verification.environments.settings import EnvironmentFailed
 
 
 @pytest.fixture(scope="module")
@@ -278,6 +279,37 @@ def test_the_childs_files_need_the_standard_library_of_python_3_9_only() -> None
 
 
 @pytest.mark.parametrize(
+    ("made", "module", "versions"),
+    [
+        ("mcp_episode(['x'])", "mcp.client.stdio", "mcp, 1.30"),
+        (
+            "open_env_episode('http://x', action='a')",
+            "openenv.core.generic_client",
+            "openenv, 0.10",
+        ),
+    ],
+)
+def test_clients_are_imported_once_for_all_conversations(
+    tmp_path: Path, made: str, module: str, versions: str
+) -> None:
+    (tmp_path / "clients.py").write_text(
+        f"from verification.environments import *\nepisode = {made}\n"
+    )
+    paths = (str(tmp_path),)
+    with pytest.raises(InputError, match=f"No module named .*; expected the package {versions}"):
+        check_target("clients:episode", settings(tmp_path, paths=paths))
+    client = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
+    client.parent.mkdir(parents=True)
+    client.write_text(f"open({str(tmp_path / 'imports')!r}, 'a').write('once')\n")
+    with Running(tmp_path, paths=paths) as running:
+        for _ in range(3):
+            # The package of this test has no classes.
+            with pytest.raises(EnvironmentFailed, match="cannot import name"):
+                running.play("clients:episode")
+    assert (tmp_path / "imports").read_text() == "once"
+
+
+@pytest.mark.parametrize(
     ("target", "form"),
     [("guess", "function"), ("Countdown", "text_game"), ("calculator", "tools")],
 )
@@ -308,3 +340,59 @@ def test_a_check_says_what_is_wrong(
     limits = settings(tmp_path, paths=(FOLDER, str(tmp_path)), **changes)
     with pytest.raises(InputError, match=says):
         check_target(target, limits)
+
+
+MISFITS = """
+from functools import wraps
+from verification.environments import *
+
+async def no_policy(prompt): ...
+async def asks_more(prompt, policy, *, model): ...
+class Board:
+    def __init__(self, size): ...
+    def reset(self): ...
+    def step(self, text): ...
+class Deaf:
+    def reset(self): ...
+    def step(self): ...
+class Tools:
+    def __init__(self, size): ...
+def tools(): return tools_episode(Tools)
+def rewarded(): return tools_episode([], reward=lambda run: 1.0)
+def served(): return mcp_episode(["server"], reward=lambda run: 1.0)
+class Fits:
+    def __init__(self, size=3): ...
+    def reset(self): ...
+    @staticmethod
+    def step(text, *more): ...
+def with_model(function):
+    @wraps(function)
+    async def call(prompt, policy): return await function(prompt, policy, model=1)
+    return call
+fits = with_model(asks_more)
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        ("no_policy", r"misfits:it takes \(prompt\), and must take \(prompt, policy\): too many"),
+        ("asks_more", r"it takes \(prompt, policy, \*, model\), and must take .*'model'"),
+        ("Board", r"Board takes \(size\), and must take \(\): .*'size'"),
+        ("Deaf", r"misfits:it.step takes \(self\), and must take \(self, text\): too many"),
+        ("tools()", r"Tools takes \(size\), and must take \(\): .*'size'"),
+        ("rewarded()", r"reward=<lambda> takes \(run\), and must take \(prompt, run\): too many"),
+        ("served()", r"reward=<lambda> takes \(run\), and must take \(prompt, run\): too many"),
+    ],
+)
+def test_a_check_refuses_what_a_run_could_not_call(tmp_path: Path, made: str, says: str) -> None:
+    (tmp_path / "misfits.py").write_text(f"{MISFITS}it = {made}\n")
+    with pytest.raises(InputError, match=says):
+        check_target("misfits:it", settings(tmp_path, paths=(str(tmp_path),)))
+
+
+def test_a_check_accepts_what_a_run_can_call(tmp_path: Path) -> None:
+    (tmp_path / "misfits.py").write_text(MISFITS)
+    limits = settings(tmp_path, paths=(str(tmp_path),))
+    assert check_target("misfits:Fits", limits) == "text_game"
+    assert check_target("misfits:fits", limits) == "function"

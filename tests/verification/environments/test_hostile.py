@@ -95,6 +95,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hostile]:
         ("leave", None, "crash", r"process ended \(exit code 0"),
         ("exit", None, "exception", r"SystemExit: 3 \(.*/hostile.py:\d+ in exit\)"),
         ("fail", None, "exception", r"ZeroDivisionError: .*/hostile.py:\d+ in fail\)"),
+        ("fail_together", None, "exception", r"^ZeroDivisionError: first; KeyError: 'second'$"),
         ("eat", None, "exception", r"MemoryError \(.*/hostile.py:\d+ in eat\)"),
         ("ask_much", None, "flood", "over 64 requests at once"),
         ("swallow", None, "flood", "after 256 were refused: out_of_tokens"),
@@ -109,6 +110,9 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hostile]:
         ("return_it", "Outcome(1, 'x' * 201)", "bad_outcome", "reason is 'xxx"),
         ("return_it", "Outcome(1, '')", "bad_outcome", "reason is ''"),
         ("return_it", "Outcome(1, 'x', {'a': 1e999})", "bad_outcome", "a is inf"),
+        ("return_it", "Outcome(1, 'x', {'environment': 1})", "bad_outcome", "leave .*: rename it"),
+        ("return_it", "Outcome(1, 'x', turn_rewards=None)", "bad_outcome", "turn_rewards are None"),
+        ("return_it", "Outcome(1, 'x', turn_returns='1')", "bad_outcome", "turn_returns are '1'"),
         ("return_it", "Outcome(1, 'x', [1])", "bad_outcome", r"parts are \[1\]"),
     ],
 )

@@ -1,50 +1,121 @@
-"""The tools of a real MCP server, where an interpreter has the packages."""
+"""The tools of an MCP server; with a real server where an interpreter has the package `mcp`."""
 
 import asyncio
-import sys
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from verification.environments.host import EnvironmentHost
-from verification.environments.policy import Call, EpisodeInput, Reply, Say
-from verification.environments.settings import EnvironmentSettings
+from tests.verification.environments.running import run
+from verification.environments.mcp_server import ServerTool
+from verification.environments.policy import Call, EpisodeInput, Outcome, Reply, Say, Unavailable
+from verification.environments.settings import EnvironmentFailed
 
+PYTHON = os.environ.get("MEGATRON_RL_MCP_PYTHON", "")
+SERVER = """
+import os
+try:
+    from mcp.server import MCPServer as Server
+except ImportError:  # mcp 1
+    from mcp.server.fastmcp import FastMCP as Server
+
+server = Server("words")
+
+@server.tool()
+def look(word: str) -> str:
+    '''Looks up a word.'''
+    if word == "unknown":
+        raise ValueError("no such word")
+    if word == "fatal":
+        os._exit(3)
+    return f"{word} is a fruit"
+
+server.run()
+"""
 MODULE = """
-import sys
+import os, sys
 from verification.environments import mcp_episode
 
 def is_told(prompt, run):
-    return float(any(prompt.answer in result for _, result in run.calls))
+    return float(sum(prompt.answer in result for _, result in run.calls))
 
-clock = mcp_episode([sys.executable, "-m", "mcp_server_time", "--local-timezone", "UTC"],
+words = mcp_episode([sys.executable, os.path.join(os.path.dirname(__file__), "server.py")],
                     reward=is_told)
 """
 
 
-def test_tools_of_a_server_are_offered_called_and_their_errors_told(tmp_path: Path) -> None:
-    pytest.importorskip("mcp_server_time")
-    (tmp_path / "clock_of_tests.py").write_text(MODULE)
-    said: list[Say] = []
+def play(folder: Path, *looked_up: str, said: list[Say]) -> Any:
+    """The end of an episode in which the policy looks up words at once, then replies."""
+    if not PYTHON:
+        pytest.skip("no mcp: set MEGATRON_RL_MCP_PYTHON to an interpreter that has it")
+    (folder / "server.py").write_text(SERVER)
+    (folder / "words_of_tests.py").write_text(MODULE)
 
     async def answer(say: Say) -> Reply:
         said.append(say)
         if len(said) > 1:
             return Reply("done", "done")
-        wanted = [{"timezone": "UTC"}, {"timezone": "Nowhere"}]
-        return Reply("", "", calls=[Call("get_current_time", one) for one in wanted])
+        return Reply("", "", calls=[Call("look", {"word": word}) for word in looked_up])
 
-    async def play() -> float:
-        settings = EnvironmentSettings(
-            python=sys.executable, paths=(str(tmp_path),), log_path=str(tmp_path / "log")
-        )
-        task = EpisodeInput("id", "t", [{"role": "user", "content": "time?"}], answer='"UTC"')
-        async with EnvironmentHost(settings) as host:
-            return (await host.run("clock_of_tests:clock", task, answer)).reward
+    task = EpisodeInput("id", "t", [{"role": "user", "content": "look"}], answer="fruit")
+    return run(
+        folder, "words_of_tests:words", answer, task=task, python=PYTHON, paths=(str(folder),)
+    )
 
-    assert asyncio.run(play()) == 1.0
-    assert [tool["function"]["name"] for tool in said[0].tools] == [
-        "get_current_time", "convert_time"
-    ]  # fmt: skip
-    good, bad = (message["content"] for message in said[1].messages)
-    assert '"timezone": "UTC"' in good and bad.startswith("Error: ") and "Nowhere" in bad
+
+def test_tools_of_a_server_are_offered_called_and_their_errors_told(tmp_path: Path) -> None:
+    said: list[Say] = []
+    assert play(tmp_path, "fig", "unknown", "plum", said=said) == Outcome(2.0, "answered")
+    (tool,) = said[0].tools
+    assert tool["function"]["name"] == "look"
+    assert tool["function"]["parameters"]["required"] == ["word"]
+    first, second, third = (message["content"] for message in said[1].messages)
+    assert (first, third) == ("fig is a fruit", "plum is a fruit")
+    assert second.startswith("Error") and "look" in second  # mcp 2.3 hides "no such word".
+
+
+def test_a_server_that_dies_in_a_call_is_no_reward(tmp_path: Path) -> None:
+    said: list[Say] = []
+    with pytest.raises(EnvironmentFailed, match="no valid answer to a call of look") as failed:
+        play(tmp_path, "fig", "fatal", said=said)
+    assert failed.value.kind == "exception" and len(said) == 1
+
+
+class ServerError(Exception):
+    """In the form of mcp's own error, which comes from the server or from the client."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.error = SimpleNamespace(code=code, message=message)
+
+
+def call(error: Exception) -> str:
+    """What the policy reads if the client raises `error`."""
+
+    async def call_tool(name: str, arguments: dict[str, Any]) -> None:
+        raise error
+
+    told = SimpleNamespace(name="look", description="", input_schema={})
+    return asyncio.run(ServerTool(SimpleNamespace(call_tool=call_tool), told).function(word="fig"))
+
+
+def test_an_error_that_the_server_answers_is_told_to_the_policy() -> None:
+    # JSON-RPC 2.0: -32602 is "invalid params".
+    assert call(ServerError(-32602, "word is no fruit")) == "Error: word is no fruit"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ServerError(-32000, "Connection closed"),
+        ServerError(-32001, "Request timed out"),
+        ServerError(408, "Timed out while waiting"),
+        BrokenPipeError("the pipe is broken"),
+        RuntimeError("Tool look has an output schema but did not return structured content"),
+    ],
+)
+def test_a_call_without_an_answer_is_a_failure_of_the_environment(error: Exception) -> None:
+    with pytest.raises(Unavailable, match=str(error)):
+        call(error)
