@@ -9,26 +9,26 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import ExtraReward, RewardConfig
 from megatron_rl.protocol.line_errors import decode_texts
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed, ScoreRequest
-from verification.library import Sample
+from verification.library import Answer, Sample, answer_texts
 from verification.math import answer as math_answer
 from verification.math.library import same_by_bare_library
 
 PARSERS = ("text", "number", "structure", "math_verify", "bare")
 """Parsers in their order; "bare" is math-verify alone, as most trainers use it."""
 FAILED = "grading failed"
-_EXPECTED = (
+EXPECTED = (
     '{"text": ..., "answer": ...} with optional "task", "entry", "problem", "language", "tokens", '
     '"seed"'
 )
 
 
-Answer = str | int | float | list[str | int | float]
-"""A reference, or several accepted ones."""
 ReadAnswers = Callable[[Answer, str], list[str]]
 """(what a line has as its answer, task) -> the accepted answers."""
 
@@ -36,7 +36,6 @@ ReadAnswers = Callable[[Answer, str], list[str]]
 class _Line(Sample, frozen=True, kw_only=True):
     """Keys that are read from a line: a sample, and what a record adds; others are ignored."""
 
-    answer: Answer = ""
     finish_reason: str = ""
     prompt_id: str = ""
     reason: str = ""
@@ -45,12 +44,30 @@ class _Line(Sample, frozen=True, kw_only=True):
     is_outcome: bool = False
 
 
+KEYS = tuple(field.name for field in msgspec.structs.fields(_Line))
+
+
 class Record(NamedTuple):
     """A sample with the verdict that the file holds."""
 
     sample: Sample
     recorded_reason: str
     """Empty if the file has none."""
+    line: int = 0
+    """Its line in the file, from 1."""
+
+
+class LineVerdict(NamedTuple):
+    """The verdict on one line."""
+
+    line: int
+    """From 1."""
+    is_correct: bool | None
+    """None: it could not be graded."""
+    reason: str
+    reward: float | None
+    detail: str
+    """The first test that a program failed, or why it could not be graded; else empty."""
 
 
 class ReasonRow(NamedTuple):
@@ -73,16 +90,12 @@ class Disagreement(NamedTuple):
     verdict: str
 
 
-def _as_written(answer: Answer, task: str) -> list[str]:
-    return [str(one) for one in (answer if isinstance(answer, list) else [answer])]
-
-
 def read_records(
     path: Path,
     prompts: Mapping[str, Prompt],
     rules: Sequence[LengthRule] = (),
     *,
-    read_answers: ReadAnswers = _as_written,
+    read_answers: ReadAnswers = lambda answer, task: answer_texts(answer),
 ) -> list[Record]:
     """All lines of a file but outcomes of environments; InputError names the first bad one.
 
@@ -91,12 +104,12 @@ def read_records(
     read_answers: as the reader of prompts does, so that a list in text is a list here too.
     """
     records, outcomes = [], 0
-    for _, line in decode_texts(path, _Line, expected=_EXPECTED):
+    for number, line in decode_texts(path, _Line, expected=EXPECTED):
         if line.is_outcome:
             outcomes += 1
             continue
         answers = read_answers(line.answer, line.task) or [""]
-        records.append(Record(_sample(line, answers, prompts, rules), line.reason))
+        records.append(Record(_sample(line, answers, prompts, rules), line.reason, number))
     if outcomes and not records:
         raise InputError(f"{path}: environments decided all rewards: a verifier grades none again")
     return records
@@ -135,9 +148,24 @@ def reason_rows(
         sample, first = found[0][0].sample, found[0][1]
         example = first.reason if isinstance(first, ScoreFailed) else sample.text
         rows.append(
-            ReasonRow(reason, len(found), sum(rewards) / len(found), example, sample.answer)
+            ReasonRow(reason, len(found), sum(rewards) / len(found), example, str(sample.answer))
         )
     return rows
+
+
+def line_verdicts(
+    records: Sequence[Record], scores: Sequence[Score | ScoreFailed]
+) -> list[LineVerdict]:
+    """The verdict on each line, in the order of the file."""
+    found = []
+    for record, score in zip(records, scores, strict=True):
+        if isinstance(score, ScoreFailed):
+            found.append(LineVerdict(record.line, None, FAILED, None, score.reason))
+        else:
+            reward = _reward(score)
+            told = (score.is_correct, score.reason, reward, score.detail)
+            found.append(LineVerdict(record.line, *told))
+    return found
 
 
 def _reward(score: Score | ScoreFailed) -> float:
@@ -183,7 +211,7 @@ def disagreements(
             continue
         said = {name: _TO_OPINION[score.parts[f"says_{name}"]] for name in PARSERS}
         if {True, False} <= {*said.values(), score.is_correct}:
-            text, reference = record.sample.text, record.sample.answer
+            text, reference = record.sample.text, str(record.sample.answer)
             found[text, reference] = Disagreement(text, reference, said, score.reason)
     return list(found.values())
 

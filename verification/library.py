@@ -39,13 +39,17 @@ CLASSES_AT_ONCE = 32
 POLL_S = 0.1
 
 
+Answer = str | int | float | list[str | int | float]
+"""A reference, or several accepted ones."""
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """A completion to grade, with its reference."""
 
     text: str
     """The completion."""
-    answer: str = ""
-    """The reference."""
+    answer: Answer = ""
+    """The reference, or a list of accepted answers."""
     task: str = "math"
     entry: str = ""
     """JSON that the task needs: a reasoning_gym entry, the tests of a program."""
@@ -164,6 +168,13 @@ class Grading(Closing):
         is_readable(self.pool.fileno(), limit_s)
 
 
+def answer_texts(answer: Answer) -> list[str]:
+    """The accepted answers as texts."""
+    return [str(one) for one in (answer if isinstance(answer, list) else [answer])]
+
+
 def _request(number: int, sample: Sample) -> ScoreRequest:
     fields = {name: getattr(sample, name) for name in Sample.__struct_fields__}
+    first, *others = answer_texts(sample.answer) or [""]
+    fields |= {"answer": first, "other_answers": [*others, *sample.other_answers]}
     return ScoreRequest(request_id=number, completion_tokens=fields.pop("tokens"), **fields)

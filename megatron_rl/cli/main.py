@@ -4,6 +4,7 @@ Imports only light libraries and `command_line/`, so that help and completion ar
 `run_main`, called in `command_line/command.py`, turns errors into exit codes.
 """
 
+import io
 import logging
 import sys
 
@@ -51,6 +52,10 @@ _HELP = "Asynchronous RL on Megatron-Core and SGLang. `megatron-rl COMMAND --hel
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit code: 0, 1 (a process of the run failed), 2 (bad input), 128 + signal."""
+    # Models write characters that the terminal's encoding may lack.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.WARNING, format=f"{PROGRAM}: %(message)s", stream=sys.stderr)
     # INFO of our packages goes to the run's launch.log only.
     logging.getLogger().handlers[0].setLevel(logging.WARNING)

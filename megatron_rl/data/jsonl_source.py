@@ -6,7 +6,7 @@ Used by the rollout queue at start, and by tools that need the same prompts or l
 import difflib
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,7 +91,7 @@ class PromptLine(NamedTuple):
     prompt: Prompt
 
 
-_KEYS = [field.name for field in msgspec.structs.fields(_Line)]
+_KEYS = tuple(field.name for field in msgspec.structs.fields(_Line))
 
 
 def load_jsonl(source: PromptSource, seed: int) -> list[Prompt]:
@@ -270,8 +270,13 @@ def check_keys(line: Mapping[str, Any], place: str) -> None:
     questions = [key for key in QUESTIONS if key in line]
     if len(questions) > 1:
         raise InputError(f"{place}: {' and '.join(questions)} are both given: keep one")
+    refuse_slips(line, _KEYS, place)
+
+
+def refuse_slips(line: Iterable[str], known: tuple[str, ...], place: str) -> None:
+    """Raise InputError for a misspelt key; other unknown keys are ignored."""
     for key in line:
-        meant = _slip_of(key)
+        meant = _slip_of(key, known)
         if meant:
             raise InputError(
                 f"{place}: unknown key {key!r}; did you mean {meant!r}? Rename or remove it"
@@ -280,15 +285,15 @@ def check_keys(line: Mapping[str, Any], place: str) -> None:
 
 def is_ours(key: str) -> bool:
     """Whether a run reads a key of a line, or refuses it as misspelt."""
-    return key in _KEYS or bool(_slip_of(key))
+    return key in _KEYS or bool(_slip_of(key, _KEYS))
 
 
 @functools.cache
-def _slip_of(key: str) -> str:
-    """Our key that a misspelt key means; empty for our keys, and for "question_id" or "tags"."""
-    if len(key) < 4 or key in _KEYS or not set(_KEYS).isdisjoint(key.split("_")):
+def _slip_of(key: str, known: tuple[str, ...]) -> str:
+    """The known key that a misspelt key means; empty for known ones and "question_id" or "tags"."""
+    if len(key) < 4 or key in known or not set(known).isdisjoint(key.split("_")):
         return ""
-    meant = next(iter(difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.8)), "")
+    meant = next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.8)), "")
     # "answers" is another column, not a slip.
     return "" if key.startswith(meant) else meant
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_rl.cli.verify import verify
+from megatron_rl.cli.verify import VerifyOptions, verify_file
 from megatron_rl.config.files import dump_toml
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import Rollout, SaveState, Score
@@ -106,5 +106,5 @@ def test_dropped_files_can_be_graded_again(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(dump_toml(queue.config))
     console = Console(record=True, width=150)
     path = tmp_path / "rollouts" / "dropped_000000.jsonl"
-    assert verify(path, None, [], disagree=False, console=console) == 0
+    assert verify_file(VerifyOptions(path), console) == 0
     assert "no_think_start" in console.export_text()

@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,7 @@ def test_records_of_a_run_find_their_tests_by_prompt(tmp_path: Path) -> None:
             seed=5, prompt_tail="<think>",
         ),
         "unfinished",
+        line=1,
     )  # fmt: skip
 
 
@@ -124,6 +128,77 @@ def test_command_prints_reasons_changes_and_disagreements(
     table = printed[printed.index("beside bare") :].splitlines()
     counts = [[int(word) for word in line.split() if word.isdigit()] for line in table]
     assert [row for row in counts if row] == [[2, 0], [1, 1]]
+
+
+def test_command_tells_each_line_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = "<think>a</think>\n```python\nprint(8)\n```"
+    entry = json.dumps({"cases": [{"stdin": "", "stdout": "7"}]})
+    path = _write(
+        tmp_path / "answers.jsonl",
+        {"text": boxed("7"), "answer": 7},
+        {"text": boxed("8"), "answer": ["7", "7.5"]},
+        {"text": program, "task": "code", "entry": entry},
+    )
+    path.write_text("\n" + path.read_text())
+    assert main(["verify", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    lines = told["lines"]
+    assert told["completions"] == 3
+    assert told["reasons"] == {"correct": 1, "wrong_answer": 1, "wrong_output": 1}
+    assert [(line["line"], line["is_correct"], line["reason"]) for line in lines] == [
+        (2, True, "correct"), (3, False, "wrong_answer"), (4, False, "wrong_output"),
+    ]  # fmt: skip
+    assert [line["reward"] for line in lines] == pytest.approx([1.0, 0.1, 0.1])
+    assert lines[2]["detail"].startswith("test 1: input ''")
+
+
+def test_a_narrow_table_holds_reasons_and_answers_in_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    long = "".join(chr(ord("a") + n % 26) for n in range(45))
+    path = _write(
+        tmp_path / "answers.jsonl",
+        {"text": f"<think>\\boxed{{{long}}}</think>7", "answer": long},
+        {"text": boxed("8"), "answer": "7", "reason": "box_before_think_end"},
+    )
+    assert main(["verify", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    assert printed.count("box_before_think_end") == 2 and printed.count("wrong_answer") == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ({"text": "a", "answr": "7"}, "unknown key 'answr'; did you mean 'answer'?"),
+        ({"text": "a", "answer": "7", "promblem": "?"}, "did you mean 'problem'?"),
+        ({"text": "a"}, "there is no answer; expected"),
+        ({"text": "a", "answers": ["7"]}, "there is no answer; expected"),
+        ({"text": "a", "answer": ""}, "the answer is empty ('')"),
+        ({"text": "a", "answer": []}, "the answer is empty ([])"),
+        ({"text": "a", "task": "exact"}, "there is no answer; expected"),
+        ({"text": "a", "answer": list(range(65))}, "there are 65 accepted answers"),
+    ],
+)
+def test_command_refuses_a_line_without_an_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, line: dict, told: str
+) -> None:
+    path = _write(tmp_path / "answers.jsonl", {"text": "a", "answer": "7"}, line)
+    assert main(["verify", str(path)]) == 2
+    assert f"{path}:2: " in caplog.text and told in caplog.text
+
+
+def test_command_escapes_what_the_terminal_cannot_show(tmp_path: Path) -> None:
+    path = _write(tmp_path / "answers.jsonl", {"text": boxed("\u2264"), "answer": "7"})
+    command = [sys.executable, "-m", "megatron_rl.cli.main", "verify", str(path)]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"\\u2264" in done.stdout
 
 
 def test_command_fails_when_grading_fails(

@@ -31,6 +31,13 @@ def test_samples_of_all_kinds_are_scored_in_order() -> None:
     assert isinstance(scores[6], ScoreFailed) and "unknown task" in scores[6].reason
 
 
+def test_an_answer_is_a_text_a_number_or_a_list_of_these() -> None:
+    answers = ("7", 7, 7.0, ["8", 7], [8], [])
+    with Grading() as grading:
+        scores = grading.score(Sample(text=boxed("7"), answer=answer) for answer in answers)
+    assert [score.reason == "correct" for score in scores] == [True] * 4 + [False] * 2
+
+
 def test_more_samples_than_the_pool_takes_at_once_all_come_back() -> None:
     count = MAX_PENDING + 200
     samples = (

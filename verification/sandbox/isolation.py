@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from verification.sandbox import standard_streams
 from verification.verdict import GradingError
 
 KINDS = ("bubblewrap", "landlock", "rlimits")
@@ -28,7 +29,7 @@ _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives")
 _FOLDER_PREFIX = "megatron_rl_sandbox_"
 SERVER_MODULES = (
     "confinement", "package_values", "values", "call_proxy", "solution_process", "remote_objects",
-    "link", "stand_ins", "tests_process", "server",
+    "link", "stand_ins", "tests_process", "standard_streams", "server",
 )  # fmt: skip
 """Modules that run inside a sandbox, in the order of their imports."""
 LOADER = """
@@ -163,7 +164,8 @@ def bubblewrap_command(executable: str, roots_: Roots, *, block_fd: int, info_fd
 
 
 def _mounts(roots_: Roots) -> Iterator[str]:
-    targets = [*roots_.folders, *_DEVICES, *_SYSTEM_FILES, "/sandbox/tmp/x", "/sandbox/build/x"]
+    targets = [*roots_.folders, *_DEVICES, *_SYSTEM_FILES, *standard_streams.LINKS]
+    targets += [f"{name}/x" for name in ("/sandbox/tmp", "/sandbox/build", standard_streams.FOLDER)]
     parents = {str(parent) for target in targets for parent in Path(target).parents}
     for parent in sorted(parents - {"/"}):
         yield from ("--perms", "0755", "--dir", parent)
@@ -188,6 +190,8 @@ def _mounts(roots_: Roots) -> Iterator[str]:
         yield from ("--ro-bind-try", path, path)
     for path in _DEVICES:
         yield from ("--dev-bind", path, path)
+    for name, path in standard_streams.LINKS.items():
+        yield from ("--symlink", path, name)
 
 
 def write_user_maps(pid: int) -> None:

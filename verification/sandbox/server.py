@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verification.sandbox import call_proxy, confinement, solution_process, tests_process
+from verification.sandbox.standard_streams import named_streams
 
 REQUEST_BYTES = 1 << 16
 STOP = b"stop"
@@ -156,7 +157,14 @@ class Server:
 
     def _program(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
         """Run a program on its input: a command, or Python source in the child itself."""
-        with self._temporary_folder(request["disk_bytes"]) as folder:
+        # Without mounts the host's /proc has the names of the streams.
+        may_mount = self._settings["may_mount"]
+        names = (
+            named_streams(files[:3], request["file_bytes"])
+            if may_mount
+            else contextlib.nullcontext()
+        )
+        with self._temporary_folder(request["disk_bytes"]) as folder, names:
             if request["command"]:
                 program = _execution(request["command"], folder)
                 # Only the compiler needs the source.

@@ -199,7 +199,7 @@ def test_cpp_test_cannot_replace_its_program(limits: CodeLimits) -> None:
 def test_program_sees_a_clean_small_world(limits: CodeLimits) -> None:
     source = b"""
 import os
-print(sorted(os.environ), os.getuid(), os.getgroups(), os.getcwd(), os.path.exists('/proc'))
+print(sorted(os.environ), os.getuid(), os.getgroups(), os.getcwd(), os.listdir('/proc/self'))
 packages = os.path.dirname(os.__file__) + '/site-packages'
 print(os.path.isdir(packages) and os.listdir(packages))
 print(sorted(os.listdir('/dev')), os.path.exists('/etc/passwd'), os.listdir('.'))
@@ -208,9 +208,10 @@ print(sorted(os.listdir('/dev')), os.path.exists('/etc/passwd'), os.listdir('.')
         result = sandbox.run(None, source, stdin=b"", limits=limits_of_test(limits))
     first, packages, second = result.output.decode().splitlines()
     variables = "['HOME', 'LANG', 'PATH', 'PWD', 'TMPDIR']"
-    assert first == f"{variables} 65534 [] /sandbox/tmp False"
+    assert first == f"{variables} 65534 [] /sandbox/tmp ['fd']"
     assert packages in ("[]", "False")
-    assert second == "['full', 'null', 'random', 'urandom', 'zero'] False []"
+    devices = "['fd', 'full', 'null', 'random', 'stderr', 'stdin', 'stdout', 'urandom', 'zero']"
+    assert second == f"{devices} False []"
 
 
 @pytest.mark.skipif(not isolation.is_root(), reason="an ordinary user runs everything as itself")
