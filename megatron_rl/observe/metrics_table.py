@@ -7,6 +7,8 @@ prints docs/metrics.md. A `*` in a name stands for any ending, such as a reason.
 import re
 from typing import Literal, NamedTuple
 
+from megatron_rl.rollout_queue.drop_reasons import GROUP_REASONS
+
 Kind = Literal["gauge", "count"]
 
 
@@ -21,8 +23,12 @@ class Entry(NamedTuple):
     """What to do about an unhealthy value."""
     kind: Kind = "gauge"
     """count: a row has the increase since the row before."""
+    zero_beside: str = ""
+    """Of a count that is left out where it is 0: a metric that all of these rows have. "": a count
+    in every row of its source, or in rows of its own."""
 
 
+_STEP, _BATCH = "rollout/reward", "queue/groups_trained"
 ROLLOUTS = (
     Entry("rollout/reward", "mean reward of all rollouts of the step, zero-variance groups too",
           "grows", "look at reason/* and at reward/*: which part does not grow?"),
@@ -35,7 +41,8 @@ ROLLOUTS = (
     Entry("rollout/truncated", "share of rollouts cut at the length limit", "below 0.1",
           "raise sampling.max_new_tokens and generator.context_tokens"),
     Entry("reward/*", "mean of a part of the reward: correct, format, length, language, your own"),
-    Entry("reason/*", "rollouts of the step by the reason of their score", kind="count"),
+    Entry("reason/*", "rollouts of the step by the reason of their score", kind="count",
+          zero_beside=_STEP),
     Entry("environment/turns", "mean replies of a conversation with an environment"),
     Entry("environment/given_tokens", "mean tokens of a conversation that its environment or the "
           "chat template gave, without loss"),
@@ -55,9 +62,10 @@ QUEUE = (
     Entry("queue/groups_dropped_*", "groups that were not trained on, by reason",
           "zero_variance: below 2 for each trained group; others: 0", "zero_variance: prompts are "
           "too easy or too hard, see [curriculum] and `megatron-rl data difficulty`; others: logs "
-          "of generators and verifiers", "count"),
+          "of generators and verifiers", "count", _BATCH),
     Entry("queue/completions_dropped_*", "completions that were left out, by reason", "0",
-          "logs/verifier.log; not_graded: more verifier.*.workers, or less on the host", "count"),
+          "logs/verifier.log; not_graded: more verifier.*.workers, or less on the host", "count",
+          _BATCH),
     Entry("queue/messages_turned_away", "rejected messages of processes of another phase or start "
           "of the run", "0", "end processes of an earlier job; logs/queue.log names them", "count"),
     Entry("queue/messages_refused", "unreadable, unexpected or faulty messages; their sender "
@@ -80,7 +88,7 @@ QUEUE = (
           "several versions", "most, once completions are long; this is no fault", kind="count"),
     Entry("queue/stage", "number of the stage of [[stages]]"),
     Entry("queue/groups_learning_gold", "groups of the batch that train on the reference answer",
-          kind="count"),
+          kind="count", zero_beside=_BATCH),
     Entry("queue/replayed_groups", "replayed groups of the batch", kind="count"),
     Entry("queue/replayed_rollouts", "rollouts of the replayed groups", kind="count"),
     Entry("queue/replayed_reward", "mean reward of replayed rollouts"),
@@ -200,7 +208,8 @@ WEIGHT_SYNC = (
     Entry("generator/running", "completions in flight of all generators"),
     Entry("generator/running_max", "completions in flight of the fullest generator"),
     Entry("generator/reporting", "generators counted in the row", "peers/generators"),
-    Entry("generator/turns", "replies in conversations with environments", kind="count"),
+    Entry("generator/turns", "replies in conversations with environments", kind="count",
+          zero_beside="generator/busy_s"),
     Entry("generator/conversations", "open conversations with environments"),
     Entry("generator/conversations_in_environment", "open conversations that wait for their "
           "environment, or for a place for it; the others wait for the engine",
@@ -242,24 +251,27 @@ WEIGHT_SYNC = (
           kind="count"),
 )  # fmt: skip
 
+
+def _activity(name: str, meaning: str, healthy: str = "", fix: str = "") -> Entry:
+    return Entry(f"activity/{name}", meaning, healthy, fix, "count", "activity/seconds")
+
+
 ACTIVITY = (
     Entry("activity/seconds", "seconds covered by the row", kind="count"),
-    Entry("activity/rollouts_generated", "completions that generators returned", kind="count"),
-    Entry("activity/rollouts_scored", "completions that were scored", kind="count"),
-    Entry("activity/rollouts_for_evaluation", "scored completions of evaluations", kind="count"),
-    Entry("activity/tokens", "tokens of the completions", kind="count"),
+    _activity("rollouts_generated", "completions that generators returned"),
+    _activity("rollouts_scored", "completions that were scored"),
+    _activity("rollouts_for_evaluation", "scored completions of evaluations"),
+    _activity("tokens", "tokens of the completions"),
     Entry("activity/completions_in_flight", "completions that generators hold"),
-    Entry("activity/groups_complete", "groups that were completed", kind="count"),
-    Entry("activity/reason/*", "well-formed completions by the reason of their score",
-          kind="count"),
-    Entry("activity/format_failures/*", "completions that fail the format check, by reason",
-          kind="count"),
-    Entry("activity/attempts_failed/*", "failed attempts at completions, by what failed: engine; "
-          "crash, hang, flood, start, exception, bad_outcome, judge: the environment", "0",
-          "logs/generator-*.log; logs/environments-*.log", "count"),
-    Entry("activity/groups_dropped/*", "groups that were dropped, by reason", kind="count"),
-    Entry("activity/completions_dropped/*", "completions left out, by reason", "0",
-          "as for queue/completions_dropped_*", "count"),
+    _activity("groups_complete", "groups that were completed"),
+    _activity("reason/*", "well-formed completions by the reason of their score"),
+    _activity("format_failures/*", "completions that fail the format check, by reason"),
+    _activity("attempts_failed/*", "failed attempts at completions, by what failed: engine; "
+              "crash, hang, flood, start, exception, bad_outcome, judge: the environment", "0",
+              "logs/generator-*.log; logs/environments-*.log"),
+    _activity("groups_dropped/*", "groups that were dropped, by reason"),
+    _activity("completions_dropped/*", "completions left out, by reason", "0",
+              "as for queue/completions_dropped_*"),
 )  # fmt: skip
 
 EVALUATION = (
@@ -298,6 +310,7 @@ _PAGE = """\
 Every row of `RUN/metrics.jsonl` is a JSON object with `time` (seconds since 1970), `source` (the
 role that wrote it) and `step`: the step for `trainer` and `sft`, else the newest policy version.
 Evaluations also have a `label`. `megatron-rl metrics table` prints this page.
+A row leaves out a count of the kind "count, 0 if absent" where it is 0.
 
 Other programs get the same rows by `[metrics]` while a run is running, or by
 `megatron-rl metrics export RUN` afterwards:
@@ -326,7 +339,11 @@ def markdown() -> str:
     """The page docs/metrics.md."""
     parts = [_PAGE]
     for area, metrics in AREAS.items():
-        rows = [f"| `{m.name}` | {m.meaning} | {m.kind} | {m.healthy} | {m.fix} |" for m in metrics]
+        rows = [
+            f"| `{m.name}` | {m.meaning} | {m.kind}{', 0 if absent' if m.zero_beside else ''} | "
+            f"{m.healthy} | {m.fix} |"
+            for m in metrics
+        ]
         head = "| metric | meaning | kind | healthy | what to do |\n|---|---|---|---|---|"
         parts.append(f"## {area}\n\n{head}\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
@@ -349,3 +366,17 @@ def find(name: str) -> tuple[Entry, str] | None:
         if match := pattern.fullmatch(name):
             return entry, match[1]
     return None
+
+
+def zero_beside(name: str) -> str:
+    """A metric whose rows leave out the count `name` where it is 0; "" for another metric."""
+    of_task = re.fullmatch(r"(task/.+/)(\w+/[^/]+)", name)
+    prefix, own = of_task.groups() if of_task else ("", name)
+    found = find(own)
+    return prefix + found[0].zero_beside if found and found[0].zero_beside else ""
+
+
+def is_known(name: str) -> bool:
+    """Whether a run may write the metric: False where the text for its `*` may be misspelt."""
+    found = find(name)
+    return found is not None and (not found[1] or found[1] in GROUP_REASONS)

@@ -1,4 +1,4 @@
-"""Reads the metrics of a complete run from its summary and metrics.jsonl.
+"""Reads the metrics of complete runs from their summaries and metrics.jsonl.
 
 Used by `megatron-rl sweep`.
 """
@@ -13,8 +13,14 @@ import numpy as np
 from megatron_rl.config.lookup import nearest
 from megatron_rl.config.renamed import RENAMED_METRICS
 from megatron_rl.observe.facts import read_summary
+from megatron_rl.observe.metrics_table import is_known, zero_beside
 from megatron_rl.observe.summary import RunFacts, summarize
-from megatron_rl.protocol.metrics import RESUMED, stream_rows
+from megatron_rl.protocol.metrics import (
+    COMPLETIONS_DROPPED,
+    GROUPS_DROPPED,
+    RESUMED,
+    stream_rows,
+)
 
 STEP_S = "step_s"
 """Metric: median seconds between the ends of consecutive steps."""
@@ -24,6 +30,13 @@ LAST_ROWS = 10
 _AT = ("start", "end", "gain")
 """Accuracy before training, after it, and the difference: `end` of held-out prompts, `end.SET` of a
 set."""
+
+_COUNTS = {
+    "groups_dropped": GROUPS_DROPPED,
+    "completions_dropped": COMPLETIONS_DROPPED,
+    "activity": "activity/",
+}
+"""Tables of counts in summary.json -> prefix of the metrics that they add up."""
 
 Row = dict[str, Any]
 
@@ -41,22 +54,47 @@ def check_metric(name: str) -> None:
     )
 
 
-def measure(run_dir: Path, names: Sequence[str]) -> dict[str, float | None]:
-    """Metrics of a run; None: not measured."""
-    kept = {"source", "time", "train/loss", RESUMED, *names}
+def measure(run_dirs: Sequence[Path], names: Sequence[str]) -> list[dict[str, float | None]]:
+    """Metrics of each run; None: not measured.
+
+    A count that a run lacks because nothing was counted is 0. The end of a name, such as a reason,
+    may be misspelt: unless the queue knows the reason, one of these runs must have the name.
+    """
+    runs = [_measure(run_dir, names) for run_dir in run_dirs]
+    seen = {name for values, _ in runs for name, value in values.items() if value is not None}
+    return [
+        {
+            name: 0.0
+            if name in zeros and (name in seen or is_known(_counted_name(name)))
+            else value
+            for name, value in values.items()
+        }
+        for values, zeros in runs
+    ]
+
+
+def _measure(run_dir: Path, names: Sequence[str]) -> tuple[dict[str, float | None], set[str]]:
+    """Metrics, None for an absent one; and the absent ones that are 0 if their names are right."""
+    besides = set(map(zero_beside, names)) - {""}
+    kept = {"source", "time", "train/loss", RESUMED, *names, *besides}
     rows = [
         {name: row[name] for name in row.keys() & kept}
         for row in stream_rows(run_dir / "metrics.jsonl")
         if not row.keys().isdisjoint(kept - {"source", "time"})
     ]
     summary = read_summary(run_dir)
-    return {name: _value(name, summary, rows) for name in names}
+    values = {name: _value(name, summary, rows) for name in names}
+    zeros = {name for name in names if values[name] is None and _is_zero(name, summary, rows)}
+    return values, zeros
 
 
 def _value(name: str, summary: dict[str, Any], rows: list[Row]) -> float | None:
     if "/" in name:
-        values = [row[name] for row in rows if name in row][-LAST_ROWS:]
-        return mean_of(values) if values else None
+        if not any(name in row for row in rows):
+            return None
+        beside = zero_beside(name)
+        values = [row.get(name, 0.0) for row in rows if name in row or beside in row]
+        return mean_of(values[-LAST_ROWS:])
     if name == STEP_S:
         return seconds_a_step(rows)
     at, _, name_of_set = name.partition(".")
@@ -66,6 +104,20 @@ def _value(name: str, summary: dict[str, Any], rows: list[Row]) -> float | None:
     for part in name.split("."):
         found = found.get(part) if isinstance(found, dict) else None
     return float(found) if isinstance(found, int | float) else None
+
+
+def _is_zero(name: str, summary: dict[str, Any], rows: list[Row]) -> bool:
+    """Whether an absent metric is a count of nothing."""
+    beside = zero_beside(_counted_name(name))
+    if "/" in name:
+        return any(beside in row for row in rows)
+    return bool(beside) and isinstance(summary.get(name.partition(".")[0]), dict)
+
+
+def _counted_name(name: str) -> str:
+    """The metric that a key of _COUNTS adds up; another name as it is."""
+    table, _, key = name.partition(".")
+    return _COUNTS[table] + key if table in _COUNTS else name
 
 
 def _accuracy_at(at: str, name_of_set: str, summary: dict[str, Any]) -> float | None:

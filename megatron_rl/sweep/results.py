@@ -5,7 +5,7 @@ Used by `megatron-rl sweep`.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +122,7 @@ class Results:
 
 def collect(plan: Plan) -> Results:
     """Read the folders of all runs; figures are of the complete runs."""
-    runs = tuple(_read(run, plan.sweep.metrics) for run in plan.runs)
+    runs = tuple(_read(plan))
     figures = [
         _figure(runs, variant, metric, plan.baseline)
         for metric in plan.sweep.metrics
@@ -131,10 +131,14 @@ def collect(plan: Plan) -> Results:
     return Results(plan, runs, tuple(figures))
 
 
-def _read(run: PlannedRun, metrics: list[str]) -> RunResult:
-    state = state_of(run)
-    values = measure(run.run_dir, metrics) if state is State.COMPLETE else {}
-    return RunResult(run, state, failure_of(run) if state is State.FAILED else "", values)
+def _read(plan: Plan) -> Iterator[RunResult]:
+    states = {run.run_dir: state_of(run) for run in plan.runs}
+    complete = [run_dir for run_dir, state in states.items() if state is State.COMPLETE]
+    values = dict(zip(complete, measure(complete, plan.sweep.metrics), strict=True))
+    for run in plan.runs:
+        state = states[run.run_dir]
+        reason = failure_of(run) if state is State.FAILED else ""
+        yield RunResult(run, state, reason, values.get(run.run_dir, {}))
 
 
 def _figure(runs: tuple[RunResult, ...], variant: str, metric: str, baseline: str) -> Figure:

@@ -2,7 +2,7 @@ import json
 import re
 from pathlib import Path
 
-from megatron_rl.observe.metrics_table import AREAS, find, markdown
+from megatron_rl.observe.metrics_table import AREAS, find, is_known, markdown, zero_beside
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = re.compile(r'Metric\(\s*f?"([a-z_]+/[a-z_0-9]+)"')
@@ -47,3 +47,15 @@ def test_patterns_find_what_stands_for_the_star() -> None:
     assert found is not None and found[1] == "8_se"
     assert find("train/loss") is not None and find("train/nothing") is None
     assert json.dumps(markdown()).count("| count |") > 10
+
+
+def test_only_counts_are_0_where_they_are_absent() -> None:
+    entries = [entry for area in AREAS.values() for entry in area]
+    assert {entry.kind for entry in entries if entry.zero_beside} == {"count"}
+    # The metric beside which it is 0 is itself in every such row.
+    besides = {entry.zero_beside for entry in entries} - {""}
+    assert len(besides) == 4 and not any(zero_beside(name) for name in besides)
+    assert zero_beside("task/a/b/reason/timeout") == "task/a/b/rollout/reward"
+    assert is_known("queue/groups_dropped_not_graded") and is_known("activity/groups_complete")
+    assert not is_known("queue/groups_dropped_not_graded_") and not is_known("reason/own")
+    assert zero_beside("reward/correct") == zero_beside("own/count") == ""

@@ -107,8 +107,8 @@ READERS: dict[str, tuple[Callable[[Path], object], object]] = {
     ),
     "status": (step_of_status, STEPS),
     "sweep": (
-        lambda folder: measure(folder, ["train/loss", "step_s"]),
-        {"train/loss": 0.5, "step_s": 300.0},
+        lambda folder: measure([folder], ["train/loss", "step_s"]),
+        [{"train/loss": 0.5, "step_s": 300.0}],
     ),
     "SFT baseline": (steps_of_baseline, 16),
     "evaluations that ended": (lambda folder: read_ended(folder, STEPS), {("after", STEPS)}),
