@@ -1,8 +1,16 @@
 """The sections `[reward]` and `[verifier]` of the configuration tree."""
 
+import re
 from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    FiniteFloat,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from megatron_rl.config.section import Section
 
@@ -27,6 +35,15 @@ class Step(NamedTuple):
     """Worker pool that runs it."""
 
 
+def _check_name(value: str) -> str:
+    if not re.fullmatch(r"[\w.]+:\w+", value):
+        raise ValueError(
+            f"{value!r} is no package.module:function; expected such as 'my_agents:guess' for the "
+            "function guess of my_agents.py, whose folder is in PYTHONPATH"
+        )
+    return value
+
+
 class TaskConfig(Section):
     """How completions of a task are judged; prompts name the task."""
 
@@ -38,10 +55,15 @@ class TaskConfig(Section):
     compare: str = ""
     """Whether the answer is right: math, exact, reasoning_gym, code, or package.module:function
     as `f(answer: str, request: ScoreRequest) -> bool`. Tasks with the first four names have it."""
-    environment: str = Field(default="", pattern=r"^([\w.]+:\w+)?$")
+    environment: str = ""
     """package.module:name of an environment, which holds a conversation with the policy:
     docs/agents.md. Without compare it decides the reward alone; with it the verifier grades the
     text that the environment returns."""
+
+    @field_validator("environment")
+    @classmethod
+    def _check_environment(cls, value: str) -> str:
+        return value and _check_name(value)
 
     @property
     def is_decided_by_environment(self) -> bool:
@@ -68,12 +90,17 @@ class ExtraReward(Section):
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
     """Name of this reward in records and metrics."""
-    function: str = Field(pattern=r"^[\w.]+:\w+$")
+    function: str
     """package.module:function as `f(answer: str, request: ScoreRequest) -> float`."""
     weight: FiniteFloat = 1.0
     """Factor applied to the function's result."""
     tasks: list[str] = []
     """Tasks that this reward applies to; empty: all."""
+
+    @field_validator("function")
+    @classmethod
+    def _check_function(cls, value: str) -> str:
+        return _check_name(value)
 
 
 class RewardConfig(Section):

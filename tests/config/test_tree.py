@@ -15,6 +15,18 @@ SHARDED = "parallel.distributed_optimizer=true"
             f"{SHARDED} expert.parallel.overlap_parameters=true",
             "parallel.overlap_gradients=true: set",
         ),
+        (
+            "reward.tasks.a.environment=m2.ok",
+            "'m2.ok' is no package.module:function; expected such as 'my_agents:guess'",
+        ),
+        (
+            "reward.tasks.a.environment=e/m2.py:ok",
+            r"reward.tasks.a.environment: .*'e/m2.py:ok' is no package.module:function; expected",
+        ),
+        (
+            'reward.extra=[{name="a",function="ok"}]',
+            "'ok' is no package.module:function; expected such as 'my_agents:guess'",
+        ),
         ("optimizer.offload=true", "optimizer.offload=true needs parallel.distributed_optimizer"),
         (
             f"{SHARDED} model.fp8=blockwise expert.model.fp8_parameters=true model.megatron_path=m",

@@ -258,7 +258,7 @@ def check_target(target: str, settings: EnvironmentSettings) -> str:
     except EnvironmentFailed as error:
         raise InputError(
             f"{error.reason}; expected an interpreter of Python 3.9 or later: "
-            "set environments.python"
+            "set expert.environments.python"
         ) from error
     server.control.settimeout(settings.start_timeout_s)
     server.life.settimeout(END_TIMEOUT_S)
@@ -278,7 +278,8 @@ def check_target(target: str, settings: EnvironmentSettings) -> str:
             f"cannot load the environment {target!r} in {settings.python}: {fault}\nExpected a "
             "module in the working directory, in PYTHONPATH or installed there, with an async "
             "function of (prompt, policy), a class with reset and step, or tools_episode(...). "
-            f"Fix the module, or set environments.python; its output is in {settings.log_path}"
+            "Fix the module, or set expert.environments.python; its output is in "
+            f"{settings.log_path}"
         )
     return form
 

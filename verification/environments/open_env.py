@@ -82,7 +82,7 @@ class _Session:
             if _INVALID not in str(error):
                 raise
             return "", 0.0, True, {"reason": "invalid_action"}
-        return self._told(result.observation), result.reward or 0.0, result.done, {}
+        return self._told(result.observation), float(result.reward or 0), result.done, {}
 
     def _told(self, observation: Mapping[str, Any]) -> str:
         if not isinstance(self._observation, str):

@@ -86,6 +86,12 @@ def _read_step(step: Any) -> tuple[Any, float, bool, str]:
             "or (observation, reward, terminated, truncated, info)"
         )
     observation, reward, is_done, *rest = step
+    # float() would take "0.5", and True where the values are in another order.
+    if isinstance(reward, bool) or not hasattr(reward, "__float__"):
+        raise TypeError(
+            f"step returned the reward {reward!r}, a {type(reward).__name__}: expected a number, "
+            "second after the observation"
+        )
     details = rest[-1] if rest and isinstance(rest[-1], dict) else {}
     is_truncated = len(rest) == 2 and bool(rest[0]) and not is_done
     reason = details.get("reason") or ("truncated" if is_truncated else "game_over")

@@ -36,6 +36,19 @@ class Countdown:
         return f"{self.left} left", 0.25, self.left <= 0
 
 
+class Told:
+    """Returns what the entry evaluates to."""
+
+    def reset(self, prompt):  # noqa: ANN001, ANN201
+        """Read the entry."""
+        self.step_ = prompt.entry
+        return ""
+
+    def step(self, text):  # noqa: ANN001, ANN201
+        """As told."""
+        return eval(self.step_)
+
+
 class Gymnasium(Countdown):
     """The same with Gymnasium's values, async, and a limit of three turns."""
 

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 import verification.environments
-from megatron_rl.config.errors import InputError
-from tests.verification.environments.running import FOLDER, Running, replies, run, settings
-from verification.environments.fork_client import check_target
+from tests.verification.environments.running import Running, replies, run
 from verification.environments.policy import Call, Outcome, PolicyLimit, Reply, Say
 from verification.environments.settings import EnvironmentFailed
 
@@ -61,6 +59,20 @@ def test_a_game_is_played_and_its_rewards_summed(
     assert games.play(f"games:{target}", answer, seed=7) == outcome
     assert _added(said) == [[("user", text)] for text in seen]
     assert {say.max_tokens for say in said} == {5 if target == "short_countdown" else None}
+
+
+@pytest.mark.parametrize(
+    ("step", "reward"),
+    [("('', 1, True)", 1.0), ("('', 'x' == 'x', True)", None), ("('', '0.5', True)", None),
+     ("('', None, True)", None)],
+)  # fmt: skip
+def test_a_game_rewards_by_a_number(games: Running, step: str, reward: float | None) -> None:
+    if reward is not None:
+        assert games.play("games:Told", replies("x"), entry=step).reward == reward
+        return
+    with pytest.raises(EnvironmentFailed, match="returned the reward .*: expected a number") as bad:
+        games.play("games:Told", replies("x"), entry=step)
+    assert bad.value.kind == "exception"
 
 
 def test_tools_answer_calls_and_say_what_is_wrong_with_them(games: Running) -> None:
@@ -276,123 +288,3 @@ def test_the_childs_files_need_the_standard_library_of_python_3_9_only() -> None
                 elif ours not in seen:
                     left.append(ours)
     assert {"keeper", "fork_server", "policy", "text_game", "tools", "tool_schemas"} < seen
-
-
-@pytest.mark.parametrize(
-    ("made", "module", "versions"),
-    [
-        ("mcp_episode(['x'])", "mcp.client.stdio", "mcp, 1.30"),
-        (
-            "open_env_episode('http://x', action='a')",
-            "openenv.core.generic_client",
-            "openenv, 0.10",
-        ),
-    ],
-)
-def test_clients_are_imported_once_for_all_conversations(
-    tmp_path: Path, made: str, module: str, versions: str
-) -> None:
-    (tmp_path / "clients.py").write_text(
-        f"from verification.environments import *\nepisode = {made}\n"
-    )
-    paths = (str(tmp_path),)
-    with pytest.raises(InputError, match=f"No module named .*; expected the package {versions}"):
-        check_target("clients:episode", settings(tmp_path, paths=paths))
-    client = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
-    client.parent.mkdir(parents=True)
-    client.write_text(f"open({str(tmp_path / 'imports')!r}, 'a').write('once')\n")
-    with Running(tmp_path, paths=paths) as running:
-        for _ in range(3):
-            # The package of this test has no classes.
-            with pytest.raises(EnvironmentFailed, match="cannot import name"):
-                running.play("clients:episode")
-    assert (tmp_path / "imports").read_text() == "once"
-
-
-@pytest.mark.parametrize(
-    ("target", "form"),
-    [("guess", "function"), ("Countdown", "text_game"), ("calculator", "tools")],
-)
-def test_a_check_tells_the_form(tmp_path: Path, target: str, form: str) -> None:
-    assert check_target(f"games:{target}", settings(tmp_path)) == form
-
-
-@pytest.mark.parametrize(
-    ("target", "changes", "says"),
-    [
-        ("games", {}, "no 'module:name'"),
-        ("games:nothing", {}, "has no attribute 'nothing'"),
-        ("games:add", {}, "games:add is a function: expected an async function"),
-        ("no_such_module:x", {}, "No module named 'no_such_module'"),
-        ("games:guess", {"python": "/no/python"}, "No such file .*: set environments.python"),
-        ("games:guess", {"python": "/bin/false"}, "exit code 1"),
-        ("time:sleep", {"start_timeout_s": 0.001}, "the import took over 0.001 s"),
-        ("undocumented:episode", {}, "the tool f has no docstring"),
-    ],
-)
-def test_a_check_says_what_is_wrong(
-    tmp_path: Path, target: str, changes: dict[str, str | float], says: str
-) -> None:
-    (tmp_path / "undocumented.py").write_text(
-        "from verification.environments import tools_episode\n"
-        "def f(): pass\nepisode = tools_episode([f], reward=len)\n"
-    )
-    limits = settings(tmp_path, paths=(FOLDER, str(tmp_path)), **changes)
-    with pytest.raises(InputError, match=says):
-        check_target(target, limits)
-
-
-MISFITS = """
-from functools import wraps
-from verification.environments import *
-
-async def no_policy(prompt): ...
-async def asks_more(prompt, policy, *, model): ...
-class Board:
-    def __init__(self, size): ...
-    def reset(self): ...
-    def step(self, text): ...
-class Deaf:
-    def reset(self): ...
-    def step(self): ...
-class Tools:
-    def __init__(self, size): ...
-def tools(): return tools_episode(Tools)
-def rewarded(): return tools_episode([], reward=lambda run: 1.0)
-def served(): return mcp_episode(["server"], reward=lambda run: 1.0)
-class Fits:
-    def __init__(self, size=3): ...
-    def reset(self): ...
-    @staticmethod
-    def step(text, *more): ...
-def with_model(function):
-    @wraps(function)
-    async def call(prompt, policy): return await function(prompt, policy, model=1)
-    return call
-fits = with_model(asks_more)
-"""
-
-
-@pytest.mark.parametrize(
-    ("made", "says"),
-    [
-        ("no_policy", r"misfits:it takes \(prompt\), and must take \(prompt, policy\): too many"),
-        ("asks_more", r"it takes \(prompt, policy, \*, model\), and must take .*'model'"),
-        ("Board", r"Board takes \(size\), and must take \(\): .*'size'"),
-        ("Deaf", r"misfits:it.step takes \(self\), and must take \(self, text\): too many"),
-        ("tools()", r"Tools takes \(size\), and must take \(\): .*'size'"),
-        ("rewarded()", r"reward=<lambda> takes \(run\), and must take \(prompt, run\): too many"),
-        ("served()", r"reward=<lambda> takes \(run\), and must take \(prompt, run\): too many"),
-    ],
-)
-def test_a_check_refuses_what_a_run_could_not_call(tmp_path: Path, made: str, says: str) -> None:
-    (tmp_path / "misfits.py").write_text(f"{MISFITS}it = {made}\n")
-    with pytest.raises(InputError, match=says):
-        check_target("misfits:it", settings(tmp_path, paths=(str(tmp_path),)))
-
-
-def test_a_check_accepts_what_a_run_can_call(tmp_path: Path) -> None:
-    (tmp_path / "misfits.py").write_text(MISFITS)
-    limits = settings(tmp_path, paths=(str(tmp_path),))
-    assert check_target("misfits:Fits", limits) == "text_game"
-    assert check_target("misfits:fits", limits) == "function"
