@@ -3,6 +3,7 @@
 Pure and linear in the texts; used by all readers of rows.
 """
 
+import math
 import re
 from typing import Any
 
@@ -55,12 +56,16 @@ def _unescaped(escape: re.Match[str]) -> str:
 
 
 def accepted_answers(value: Any, *, reads_text: bool, is_math: bool) -> list[str]:
-    """The different accepted answers of a row, without empty ones. Raises ValueError for too many.
+    """The different accepted answers of a row, without empty ones.
+
+    Raises ValueError for too many, and for a number that is too large to be read exactly.
 
     value: a text, a number or a list of these. reads_text: a text may be a list of texts.
     """
     listed = texts_of_list(value) if reads_text and isinstance(value, str) else None
     values = value if isinstance(value, list) else [value] if listed is None else listed
+    if any(isinstance(one, float) and math.isinf(one) for one in values):
+        raise ValueError('the answer is a number beyond 1e308: write it as text, as "10^400"')
     texts = (str(one) for one in values if one is not None)
     found = list(dict.fromkeys(text for text in texts if not _is_empty(text, is_math=is_math)))
     if len(found) > MAX_ANSWERS:

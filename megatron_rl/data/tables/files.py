@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.data.tables.data_sets import known_names
 from megatron_rl.data.tables.plain_values import LongInteger, read_json
 
 LINES = (".jsonl", ".ndjson")
@@ -29,6 +30,7 @@ _BATCH_ROWS = 512
 _BUFFER_BYTES = 1 << 20
 _POINTER = b"version https://git-lfs"
 _EXPECTED = "expected a list of objects, or an object a line"
+_QUESTIONS = {name.partition(".")[0] for name in known_names("question")}
 _MAX_FIELD = 1 << 30
 """Characters of one value of CSV; Python's own limit is 131,072, less than many tests have."""
 
@@ -167,7 +169,7 @@ def _read_lines(path: Path) -> Iterator[TableRow]:
 
 
 def _read_document(path: Path) -> Iterator[TableRow]:
-    """Rows of one JSON value: a list of objects, also as the only value of an object; or a row."""
+    """Rows of one JSON value: a list of objects, also as the only one of an object; or a row."""
     with _open_text(path) as file:
         data = file.read()
     try:
@@ -182,16 +184,20 @@ def _rows_in(found: list[dict[str, Any]] | dict[str, Any], path: Path) -> list[d
     """The rows of a document. Raises InputError for one that is written by columns."""
     if isinstance(found, list):
         return found
-    values = list(found.values())
-    if not all(isinstance(value, dict | list) for value in values):
+    lists = [rows for rows in found.values() if _is_table(rows) and (rows or len(found) == 1)]
+    # Messages or tests of one row are lists of objects, too.
+    if len(lists) == 1 and _QUESTIONS.isdisjoint(found):
+        return lists[0]
+    if not all(isinstance(value, dict | list) for value in found.values()):
         return [found]
-    rows = values[0] if len(values) == 1 else None
-    if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
-        return rows
     raise InputError(
         f"cannot read the prompts {path}: it is one object of columns ({', '.join(found)}); "
         f"{_EXPECTED}, as pandas writes it by to_json(orient='records', lines=True)"
     )
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(row, dict) for row in value)
 
 
 def _decode(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:

@@ -31,6 +31,7 @@ def read(path: Path, **source: Any) -> Reading:
         ("a.json", LINES, "row 1"),
         ("a.json", MARK + json.dumps(ROWS, indent=2).encode(), "row 1"),
         ("a.json", json.dumps({"data": ROWS}).encode(), "row 1"),
+        ("a.json", json.dumps({"version": 1, "by": {"x": 1}, "data": ROWS}).encode(), "row 1"),
         ("a.json.gz", gzip.compress(json.dumps(ROWS).encode(), mtime=0), "row 1"),
         ("a.csv", MARK + TABLE.replace("\n", "\r\n").encode(), "row 1"),
         ("a.csv.gz", gzip.compress(TABLE.encode(), mtime=0), "row 1"),
@@ -56,6 +57,21 @@ def test_a_file_with_one_object_is_one_row(tmp_path: Path) -> None:
         problem = {"problem": f"p{number}", "level": "Level 5", "solution": f"\\boxed{{{number}}}"}
         (tmp_path / f"{number}.json").write_text(json.dumps(problem, indent=4))
     assert [p.answer for p in read(tmp_path).prompts] == ["0", "1"]
+
+
+def test_one_object_with_messages_is_one_row(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "1+1?"}]
+    (tmp_path / "a.json").write_text(json.dumps({"messages": turns, "answer": 2, "level": 3}))
+    [prompt] = read(tmp_path / "a.json").prompts
+    assert (prompt.question, prompt.answer) == ("1+1?", "2")
+
+
+@pytest.mark.parametrize("form", ["{%s}\n", "[{%s}]"])
+def test_a_number_beyond_floats_is_no_answer(tmp_path: Path, form: str) -> None:
+    path = tmp_path / ("a.jsonl" if form.endswith("\n") else "a.json")
+    path.write_text(form % '"question": "What is 10^400?", "answer": 1e400')
+    with pytest.raises(InputError, match=r"a\.json.*1.*number beyond 1e308: write it as text"):
+        read(path)
 
 
 def test_numbers_that_python_writes_are_read(tmp_path: Path) -> None:
