@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import numbers
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +18,16 @@ from verification.environments.policy import EpisodeInput
 async def finished(value: Any) -> Any:
     """The value, or what it yields when it is awaited."""
     return await value if inspect.isawaitable(value) else value
+
+
+def end_reason(reward: Any, other: str) -> str:
+    """The reason of an outcome that has none: "correct" from a reward of 1 on, else the other one.
+
+    Accuracies count the reason "correct".
+    """
+    # Sums of rewards such as 0.1 are rounded. What is no number is refused later.
+    is_number = isinstance(reward, numbers.Real) and not isinstance(reward, bool)
+    return "correct" if reward is True or (is_number and reward >= 1 - 1e-6) else other
 
 
 def import_client(module: str, package: str) -> None:

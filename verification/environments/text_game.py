@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from verification.environments.opening import call_reset, check_call, finished, opening
+from verification.environments.opening import (
+    call_reset,
+    check_call,
+    end_reason,
+    finished,
+    opening,
+)
 from verification.environments.policy import EpisodeInput, Outcome, Policy
 
 MAX_TURNS = 64
@@ -22,7 +28,8 @@ def text_game_episode(
     make: a class, or a function without arguments, that makes a game. Its `reset` may take `seed`
         and `prompt` by name, or the prompt as its only argument. `reset` returns an observation, or
         a pair of it and details. `step(text)` returns (observation, reward, done), or Gymnasium's
-        five values. Both may be async. Details may name the end of the game: info["reason"].
+        five values. Both may be async. Details may name the end of the game: info["reason"];
+        without a name, rewards of 1 or more in all are "correct", and others "game_over".
         Or a game of textarena for one player.
     max_turns: ends the game with reason "out_of_turns" and the rewards so far.
     Raises TypeError for a class or function that needs arguments.
@@ -45,7 +52,7 @@ def text_game_episode(
             )
             reward += gained
             if is_done:
-                return Outcome(reward, reason)
+                return Outcome(reward, reason or end_reason(reward, "game_over"))
             chat.add("user", str(observation))
         return Outcome(reward, "out_of_turns")
 
@@ -68,8 +75,8 @@ class _TextArena:
         if not is_done:
             return self._observe(), 0.0, False, False, {}
         rewards, details = self._game.close()
-        reason = "invalid_move" if details[0].get("invalid_move") else "game_over"
-        return "", rewards[0], True, False, {"reason": reason}
+        named = {"reason": "invalid_move"} if details[0].get("invalid_move") else {}
+        return "", rewards[0], True, False, named
 
     def _observe(self) -> str:
         text: str = self._game.get_observation()[1]
@@ -79,7 +86,7 @@ class _TextArena:
 
 
 def _read_step(step: Any) -> tuple[Any, float, bool, str]:
-    """(observation, reward, whether the game is over, reason) of what `step` returned."""
+    """(observation, reward, whether the game is over, reason or "") of what `step` returned."""
     if not isinstance(step, tuple) or len(step) not in (3, 4, 5):
         raise TypeError(
             f"step returned {type(step).__name__} {step!r}: expected (observation, reward, done) "
@@ -94,5 +101,5 @@ def _read_step(step: Any) -> tuple[Any, float, bool, str]:
         )
     details = rest[-1] if rest and isinstance(rest[-1], dict) else {}
     is_truncated = len(rest) == 2 and bool(rest[0]) and not is_done
-    reason = details.get("reason") or ("truncated" if is_truncated else "game_over")
-    return observation, float(reward), bool(is_done) or is_truncated, str(reason)
+    reason = str(details.get("reason") or ("truncated" if is_truncated else ""))
+    return observation, float(reward), bool(is_done) or is_truncated, reason

@@ -15,6 +15,7 @@ from verification.environments.opening import (
     call_reset,
     check_call,
     columns_of,
+    end_reason,
     finished,
     opening,
 )
@@ -74,7 +75,7 @@ async def converse(
                 return ToGrade(reply.text)
             value = await finished(reward(prompt, ToolRun(reply.content, calls, state)))
             is_end = isinstance(value, (Outcome, ToGrade))
-            return value if is_end else Outcome(value, "answered")
+            return value if is_end else Outcome(value, end_reason(value, "answered"))
         await _answer(chat, reply.calls, by_name, calls, limits.max_result_chars)
         for fault in reply.faults:
             chat.add("tool", f"Error: {fault}")
@@ -94,7 +95,7 @@ def tools_episode(
         async. A faulty call, or a tool's exception other than `Unavailable`, is a message to the
         policy.
     reward: `reward(prompt, run: ToolRun)` returns a number, an `Outcome` or `ToGrade`; may be
-        async. None: the verifier grades the last reply, by the task's `compare`.
+        async. A number from 1 on counts as correct. None: the verifier grades the last reply, by the task's `compare`.
     max_turns: ends the episode with reward 0 and reason "out_of_turns".
     max_result_chars: of a longer result the policy sees the start.
     Raises TypeError for a tool without docstring or annotations and for a class or a reward that

@@ -31,7 +31,7 @@ def read(path: Path, **source: Any) -> Reading:
         ("a.json", LINES, "row 1"),
         ("a.json", MARK + json.dumps(ROWS, indent=2).encode(), "row 1"),
         ("a.json", json.dumps({"data": ROWS}).encode(), "row 1"),
-        ("a.json", json.dumps({"version": 1, "meta": {"by": "us"}, "data": ROWS}).encode(), "row 1"),
+        ("a.json", json.dumps({"version": 1, "by": {"x": 1}, "data": ROWS}).encode(), "row 1"),
         ("a.json.gz", gzip.compress(json.dumps(ROWS).encode(), mtime=0), "row 1"),
         ("a.csv", MARK + TABLE.replace("\n", "\r\n").encode(), "row 1"),
         ("a.csv.gz", gzip.compress(TABLE.encode(), mtime=0), "row 1"),

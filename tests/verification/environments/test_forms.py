@@ -96,7 +96,7 @@ def test_tools_answer_calls_and_say_what_is_wrong_with_them(games: Running) -> N
         return turns[len(said) - 1]
 
     outcome = games.play("games:calculator", answer, answer="5")
-    assert outcome == Outcome(1.0, "answered")
+    assert outcome == Outcome(1.0, "correct")
     assert [tool["function"]["name"] for tool in said[0].tools] == ["add", "divide"]
     assert [say.tools for say in said[1:]] == [[], [], []]
     # max_result_chars is 60; the sum has 71 digits.

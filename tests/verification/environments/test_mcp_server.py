@@ -67,7 +67,7 @@ def play(folder: Path, *looked_up: str, said: list[Say]) -> Any:
 
 def test_tools_of_a_server_are_offered_called_and_their_errors_told(tmp_path: Path) -> None:
     said: list[Say] = []
-    assert play(tmp_path, "fig", "unknown", "plum", said=said) == Outcome(2.0, "answered")
+    assert play(tmp_path, "fig", "unknown", "plum", said=said) == Outcome(2.0, "correct")
     (tool,) = said[0].tools
     assert tool["function"]["name"] == "look"
     assert tool["function"]["parameters"]["required"] == ["word"]
