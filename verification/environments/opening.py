@@ -26,8 +26,7 @@ def end_reason(reward: Any, other: str) -> str:
     Accuracies count the reason "correct".
     """
     # Sums of rewards such as 0.1 are rounded. What is no number is refused later.
-    is_number = isinstance(reward, numbers.Real) and not isinstance(reward, bool)
-    return "correct" if reward is True or (is_number and reward >= 1 - 1e-6) else other
+    return "correct" if isinstance(reward, numbers.Real) and reward >= 1 - 1e-6 else other
 
 
 def import_client(module: str, package: str) -> None:

@@ -95,7 +95,8 @@ def tools_episode(
         async. A faulty call, or a tool's exception other than `Unavailable`, is a message to the
         policy.
     reward: `reward(prompt, run: ToolRun)` returns a number, an `Outcome` or `ToGrade`; may be
-        async. A number from 1 on counts as correct. None: the verifier grades the last reply, by the task's `compare`.
+        async. A number from 1 on has the reason "correct". None: the verifier grades the last
+        reply, by the task's `compare`.
     max_turns: ends the episode with reward 0 and reason "out_of_turns".
     max_result_chars: of a longer result the policy sees the start.
     Raises TypeError for a tool without docstring or annotations and for a class or a reward that

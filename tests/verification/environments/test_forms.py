@@ -44,6 +44,8 @@ def test_a_function_talks_until_it_returns_an_outcome(games: Running) -> None:
     ("target", "texts", "outcome", "seen"),
     [
         ("Countdown", "43", Outcome(0.5, "game_over"), ["go\n\n7 left", "3 left"]),
+        ("Countdown", "1114", Outcome(1.0, "correct"),
+         ["go\n\n7 left", "6 left", "5 left", "4 left"]),
         ("Gymnasium", "43", Outcome(0.5, "won"), ["go\n\n7 left", "3 left"]),
         ("Gymnasium", "111", Outcome(0.75, "truncated"), ["go\n\n7 left", "6 left", "5 left"]),
         ("TextArena", "43", Outcome(-1.0, "game_over"), ["go\n\n7 left", "3 left"]),
