@@ -125,12 +125,18 @@ def _accuracy(runs: Sequence[Run]) -> Plot | None:
         colour = COLOURS[number % len(COLOURS)]
         figure.add_scatter(
             x=[row["step"] for row in rows], y=[row["eval/accuracy"] for row in rows],
-            error_y={"array": [BAND * (row.get("eval/accuracy_se") or 0.0) for row in rows]},
+            error_y={"array": [_band(row) for row in rows]},
             text=[row["label"] for row in rows], name=_name(run, name, runs),
             mode="lines+markers", line={"color": colour},
         )  # fmt: skip
     text = f"Of held-out prompts and evaluation sets; bars are {BAND} standard errors either way."
     return Plot("Accuracy of evaluations", text, _styled(figure, "policy version"))
+
+
+def _band(evaluation: Row) -> float | None:
+    """Length of a bar; None for one problem, which has no error."""
+    error = evaluation.get("eval/accuracy_se")
+    return None if error is None else BAND * error
 
 
 def _evaluations(run: Run) -> Iterator[tuple[str, list[Row]]]:

@@ -27,6 +27,12 @@ def test_accuracy_has_a_line_for_each_set_with_bands_of_95_percent(tmp_path: Pat
     assert list(held_out.x) == [0, 2] and list(held_out.y) == [0.25, 0.75]
     assert list(held_out.error_y.array) == pytest.approx([0.196, 0.196])
     assert list(aime.x) == [2] and list(aime.y) == [0.5]
+    alone = {"time": 122.0, "source": "queue", "step": 2, "label": "after.one",
+             "eval/accuracy": 0.5, "eval/n": 1}  # fmt: skip
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(alone) + "\n")
+    line = by_title(tmp_path / "run")["Accuracy of evaluations"].figure.data[-1]
+    assert (line.name, list(line.y), list(line.error_y.array)) == ("one", [0.5], [None])
 
 
 def test_plots_without_data_are_left_out_and_runs_keep_their_names(tmp_path: Path) -> None:
