@@ -83,7 +83,8 @@ def check_prompts(prompts: Iterable[Prompt], reward: RewardConfig) -> None:
     named = ", ".join(f"{count:,} {reason}" for reason, count in counts)
     more = f"; {len(faults):,} prompts cannot be graded ({named})" if len(faults) > 1 else ""
     raise InputError(
-        f"{faults[0].text}{more}. Correct them, or leave them out by prompts.faulty='drop'"
+        f"{faults[0].text}{more}. Correct them, or leave them out by faulty = 'drop' of their "
+        "source, as in prompts.0.faulty=drop"
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.lookup import nearest
 from megatron_rl.config.reward import CODE
 from megatron_rl.config.tree import PromptSource
 from megatron_rl.data.answers import (
@@ -31,9 +32,10 @@ _EXPECTED = (
     'expected one JSON object a line: {"question": "...", "answer": "..."}, or "messages": '
     '[{"role": "user", "content": "..."}] in place of the question; with optional "task", '
     '"split" ("train" or "held_out"), "id", "entry", "language", "pass_rate" (0 to 1). "answer" '
-    'may be a list of accepted answers, and may be missing beside an "entry". For other names of '
-    'columns leave out prompts.kind = "jsonl" and name them in prompts.columns'
+    'may be a list of accepted answers, and may be missing beside an "entry"'
 )
+_NO_ANSWER = "missing required field `answer`"
+_NO_QUESTION = f"there is no question; {_EXPECTED}"
 COMPARED = ("math", "exact")
 """Our tasks that compare with the answer."""
 
@@ -98,7 +100,13 @@ def load_jsonl(source: PromptSource, seed: int) -> list[Prompt]:
     """Prompts of a file with one `_Line` a line; errors name file and line."""
     if source.path is None:
         raise InputError('a prompt source of kind "jsonl" needs a path (prompts.path)')
-    prompts = [line.prompt for line in read_lines(source.path, task=source.task)]
+    try:
+        prompts = [line.prompt for line in read_lines(source.path, task=source.task)]
+    except BadLine as error:
+        if error.reason not in ("no_question", "no_answer"):
+            raise
+        said = 'for other names of columns leave out prompts.kind = "jsonl"'
+        raise BadLine(f"{error}; {said}", error.reason) from error
     return with_splits(prompts, source.held_out_share)
 
 
@@ -131,7 +139,10 @@ def _parse_line(text: str, path: Path, number: int, task: str) -> PromptLine:
     except (msgspec.DecodeError, RecursionError) as error:
         raise InputError(f"{place}: {error}; {_EXPECTED}") from error
     refuse_marked(values, place)
-    prompt = make_prompt(values, place, name=f"{path.stem}:{number}", task=task)
+    try:
+        prompt = make_prompt(values, place, name=f"{path.stem}:{number}", task=task)
+    except BadLine as error:
+        raise with_columns(error, values, place) from error
     return PromptLine({key: raw.copy() for key, raw in fields.items()}, prompt)
 
 
@@ -151,7 +162,7 @@ def make_prompt(fields: dict[str, Any], place: str, *, name: str, task: str) -> 
         raise BadLine(f"{place}: {error}", error.reason) from error
     except msgspec.ValidationError as error:
         text = str(error)
-        has_none = "missing required field `answer`" in text or "at `$.answer" in text
+        has_none = _NO_ANSWER in text or "at `$.answer" in text
         reason = "no_answer" if has_none else "malformed"
         raise BadLine(f"{place}: {error}; {_EXPECTED}", reason) from error
     return _prompt_of(line, place, name=name, task=task)
@@ -181,6 +192,23 @@ def refuse_marked(fields: Mapping[str, Any], place: str) -> None:
             )
 
 
+def with_columns(error: BadLine, fields: Mapping[str, Any], place: str) -> BadLine:
+    """The fault of a row; one without an answer, or a question, names the row's columns."""
+    if _NO_QUESTION in str(error) and not any(key in fields for key in QUESTIONS):
+        wanted = "question"
+    elif _NO_ANSWER in str(error):
+        wanted = "answer"
+    else:
+        return error
+    if wanted == "answer" and (example := example_fault(fields)):
+        return BadLine(f"{place}: {example}", error.reason)
+    text = (
+        f"{place}: there is no {wanted!r}; the row has {', '.join(fields)}"
+        f"{nearest(wanted, fields)}. Rename the column, or name it by prompts.columns.{wanted}"
+    )
+    return BadLine(text, error.reason)
+
+
 def example_fault(fields: Mapping[str, Any]) -> str:
     """Error for a row without "answer" that is an SFT example; empty for another row."""
     for key in ("messages", "prompt"):
@@ -206,7 +234,7 @@ def _prompt_of(line: _Line, place: str, *, name: str, task: str) -> Prompt:
         )
     asked = [m.content for m in line.conversation if m.role == "user"]
     if not line.conversation or (asked and not asked[-1].strip()):
-        raise BadLine(f"{place}: there is no question; {_EXPECTED}", "no_question")
+        raise BadLine(f"{place}: {_NO_QUESTION}", "no_question")
     last = line.conversation[-1].role
     if last == "assistant":
         raise BadLine(f"{place}: {ENDS_IN_ANSWER}; {_SHORTEN}", "not_a_question")

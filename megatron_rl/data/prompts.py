@@ -271,17 +271,18 @@ def _read_eval_set(wanted: EvalSet, seed: int, reward: RewardConfig | None) -> R
     # The trainer uses no row of an evaluation set.
     source = wanted.prompts.model_copy(update={"held_out_share": 1.0, "train_size": 0})
     reading = _without_ungradable(read_source(source, seed, key=key), source, reward)
-    [loaded] = _with_unique_ids([reading.prompts])
+    _check_ids(reading.prompts, f"the evaluation set {wanted.name!r}")
     prompts = [
         msgspec.structs.replace(prompt, id=f"{wanted.name}/{prompt.id}")
-        for prompt in loaded
+        for prompt in reading.prompts
         if prompt.split == "held_out"
     ]
     if len(prompts) < (wanted.problems or 1):
+        lower = ", or lower eval.sets.problems" if wanted.problems else ""
         raise InputError(
             f"the evaluation set {wanted.name!r} has {len(prompts)} prompts that may be evaluated "
             f'on, expected {wanted.problems or "one or more"}: add lines (those of "split": '
-            '"train" do not count), or lower eval.sets.problems'
+            f'"train" do not count){lower}'
         )
     return reading._replace(prompts=prompts[: wanted.problems])
 
@@ -294,20 +295,20 @@ def _with_unique_ids(loaded: list[list[Prompt]]) -> list[list[Prompt]]:
     seen: set[str] = set()
     result = []
     for number, prompts in enumerate(loaded):
-        ids = {prompt.id for prompt in prompts}
-        if len(ids) < len(prompts):
-            repeated = _first_repeated(prompts)
-            raise InputError(f"prompts, source {number}: id {repeated!r} occurs twice")
-        if ids & seen:
+        _check_ids(prompts, f"prompts, source {number}")
+        if not seen.isdisjoint(prompt.id for prompt in prompts):
             prompts = [msgspec.structs.replace(p, id=f"{number}:{p.id}") for p in prompts]
         seen |= {prompt.id for prompt in prompts}
         result.append(prompts)
     return result
 
 
-def _first_repeated(prompts: list[Prompt]) -> str:
-    seen: set[str] = set()
-    return next(p.id for p in prompts if p.id in seen or seen.add(p.id))
+def _check_ids(prompts: list[Prompt], source: str) -> None:
+    first: dict[str, Prompt] = {}
+    for prompt in prompts:
+        if (other := first.setdefault(prompt.id, prompt)) is not prompt:
+            where = f" ({other.place} and {prompt.place})" if prompt.place else ""
+            raise InputError(f"{source}: id {prompt.id!r} occurs twice{where}")
 
 
 def _interleave(lists: list[list[Prompt]]) -> list[Prompt]:

@@ -343,6 +343,10 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         show(ShowOptions(str(path), [], start=5), console)
     with pytest.raises(InputError, match="there is no such folder"):
         show(ShowOptions(str(path), [], model=tmp_path / "none"), console)
+    write(path, {"question": "q", "answer": "1", "split": "held_out"})
+    said = "split train has no prompts: all 1 are held out, .* give --split held_out"
+    with pytest.raises(InputError, match=said):
+        show(ShowOptions(str(path), []), console)
     with pytest.raises(InputError, match="cannot read the prompts"):
         check(CheckOptions(str(tmp_path / "none.jsonl"), []), console)
 

@@ -57,9 +57,11 @@ def test_an_entry_may_be_json_or_its_text_and_needs_no_answer(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"question": "q"}, r"missing required field `answer`.*expected one JSON object a line"),
-        ({"q": "1+1=", "solution": "2"}, r"For other names of columns .* in prompts\.columns"),
-        ({"answer": "1"}, r"there is no question; expected"),
+        ({"question": "q"}, r"there is no 'answer'; the row has question\. Rename the column"),
+        ({"q": "1+1=", "answers": "2"}, r"the row has q, answers; did you mean 'answers'\?"),
+        # Only with this kind, which `load` sets, columns cannot be named.
+        ({"q": "1+1=", "solution": "2"}, r"columns\.answer; .* leave out prompts\.kind = \"jsonl"),
+        ({"answer": "1"}, r"there is no 'question'; the row has answer"),
         ({"messages": [], "answer": "1"}, r"there is no question"),
         ({"question": " ", "answer": "1"}, r"there is no question"),
         ({**GOOD, "prompt": "q"}, r"prompt and question are both given"),

@@ -121,9 +121,7 @@ def show(options: ShowOptions, console: Console) -> int:
     known, start = _of_split(sets, options.split), max(0, options.start)
     chosen = known[start : start + options.rows]
     if not chosen:
-        raise InputError(
-            f"--start {options.start}: the split {options.split} has {len(known)} prompts"
-        )
+        raise InputError(_nothing_text(sets, options, len(known)))
     own = describe_own_systems(sets.all, config)
     _say(console, sets.describe(), *sets.notes, *filter(None, [own]))
     shown: list[Shown] | None = None
@@ -217,6 +215,22 @@ def _of_split(sets: PromptSets, split: str) -> list[Prompt]:
     raise InputError(
         f"--split {split}: expected one of {', '.join(['train', 'held_out', *sets.eval_sets])}"
     )
+
+
+def _nothing_text(sets: PromptSets, options: ShowOptions, count: int) -> str:
+    """The error for a split without a prompt to show."""
+    if count:
+        return f"--start {options.start}: the split {options.split} has {count} prompts"
+    counts = {"train": sum(sets.sizes), "held_out": len(sets.held_out)}
+    counts |= {name: len(prompts) for name, prompts in sets.eval_sets.items()}
+    others = [name for name, number in counts.items() if number]
+    said = f"the split {options.split} has no prompts"
+    if options.split == "train" and counts["held_out"]:
+        said += (
+            f": all {counts['held_out']} are held out, by their split or a hash of the question "
+            "(prompts.0.held_out_share=0 holds none out)"
+        )
+    return f"{said}; give --split {' or '.join(others)}" if others else said
 
 
 def _print_prompt(prompt: Prompt, shown: Shown | None, chars: int, console: Console) -> None:

@@ -291,15 +291,19 @@ class _Finder:
             if has_tests and self._given.tests != NOTHING and (found := self.named(one.question)):
                 return found
         known = [found for name in known_names("question") if (found := self.named(name))]
-        if is_lines and not _are_together(known, self._sample):
+        # Lines without any of our columns have others in their place, which the user must name.
+        has_ours = known or self.first("answer") or self.first("tests")
+        if is_lines and (has_ours or not self._sample) and not _are_together(known, self._sample):
             return ""
         # With another column of questions, messages are a worked example with the answer.
         known = [name for name in known if name.lower() != "messages"] or known
         if len(known) == 1:
             return known[0]
+        like = "" if known else nearest("question", self._names)
         raise InputError(
             f"{self._place} has {'the columns ' + ' and '.join(known) if known else 'no column'} "
-            f"of questions; it has {', '.join(self._names)}: name one by prompts.columns.question"
+            f"of questions; it has {', '.join(self._names)}{like}: name one by "
+            "prompts.columns.question, or rename it"
         )
 
     def first(self, key: str) -> str:

@@ -19,9 +19,9 @@ from megatron_rl.data.jsonl_source import (
     QUESTIONS,
     BadLine,
     check_keys,
-    example_fault,
     make_prompt,
     refuse_marked,
+    with_columns,
 )
 from megatron_rl.data.messages import NotText, plain_turns, refuse_tools
 from megatron_rl.data.tables.columns import NOTHING, ColumnMap
@@ -222,9 +222,8 @@ def _gym_entry(fields: dict[str, Any], answer: str, columns: ColumnMap) -> str:
 
 
 def _fault_of(error: Exception, fields: dict[str, Any], place: str) -> RowFault:
-    if isinstance(error, BadLine) and error.reason == "no_answer":
-        example = example_fault(fields)
-        return RowFault(place, error.reason, f"{place}: {example}" if example else str(error))
+    if isinstance(error, BadLine):
+        error = with_columns(error, fields, place)
     reasons = {BadTests: "bad_tests", NoAnswer: "no_answer"}
     reason = getattr(error, "reason", reasons.get(type(error), "malformed"))
     text = str(error)

@@ -150,7 +150,8 @@ def _describe_faults(faults: list[RowFault], label: str, *, prompts: int) -> str
         return f"{rows}, so prompts.faulty='drop' would leave none; {first}"
     return (
         f"{count:,} of {count + prompts:,} rows of {label} are faulty ({named}); first {first}; "
-        "correct them, or leave such rows out by prompts.faulty='drop'"
+        "correct them, or leave such rows out by faulty = 'drop' of this source, as in "
+        "prompts.0.faulty=drop"
     )
 
 

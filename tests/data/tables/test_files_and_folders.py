@@ -269,7 +269,8 @@ def test_ids_that_repeat_later_give_way_to_those_of_rows(tmp_path: Path) -> None
     prompts = read_files(PromptSource(path=path)).prompts
     assert [prompt.id for prompt in prompts] == [f"a:{n}" for n in range(1, 151)]
     sources = [PromptSource(path=path, columns={"id": "id"})]
-    with pytest.raises(InputError, match="id 'x0' occurs twice"):
+    said = r"source 0: id 'x0' occurs twice \(.*a.parquet:row 1 and .*a.parquet:row 101\)"
+    with pytest.raises(InputError, match=said):
         read_prompts(sources, seed=0).divide()
 
 

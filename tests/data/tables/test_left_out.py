@@ -114,7 +114,7 @@ def test_refused_rows_are_counted_by_reason(tmp_path: Path) -> None:
     reward = RewardConfig(tasks={"own": TaskConfig(compare="exact")})
     prompts = material_of_run(Config(prompts=[source], reward=reward)).divide().all
     with pytest.raises(
-        InputError, match=r"2 prompts cannot be graded .*1 bad_tests.*faulty='drop'"
+        InputError, match=r"2 prompts cannot be graded .*1 bad_tests.*prompts\.0\.faulty=drop"
     ):
         settings.check_prompts(prompts, reward)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import read_layers, resolve
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.curation.rows import read_rows
 from megatron_rl.data.tables.source import Reading, read_files
@@ -132,6 +133,32 @@ def test_rows_without_answers_are_for_a_reward_that_needs_none(tmp_path: Path) -
     assert entries[0] == {"topic": "greeting", "level": "1"} and entries[1]["level"] == "2"
     with pytest.raises(InputError, match="the answer is empty"):
         read(path, task="math", columns={"answer": "-"})
+
+
+def test_lines_under_other_names_are_told_the_columns(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question_text": "1+1?", "label": 2}\n')
+    said = r"no column of questions; it has question_text, label; did you mean 'question_text'\?"
+    with pytest.raises(InputError, match=said):
+        read(path)
+    path.write_text('{"question": "1+1?", "answer_text": "2"}\n')
+    said = r"a.jsonl:1: there is no 'answer'; the row has question, answer_text; did you mean 'ans"
+    with pytest.raises(InputError, match=said) as error:
+        read(path)
+    assert "prompts.kind" not in str(error.value)
+
+
+def test_faulty_rows_are_left_out_by_the_key_that_the_error_names(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question": "1+1?", "answer": "2"}\n{"question": "1+2?", "answer": ""}\n')
+    with pytest.raises(InputError, match="as in (prompts.0.faulty=drop)") as error:
+        read(path)
+    key = str(error.value).rpartition(" ")[2]
+    layers = read_layers([])
+    layers.tree["prompts"] = [{"path": str(path)}]
+    layers.add_overrides([key])
+    [source] = resolve(layers).prompts
+    assert [prompt.answer for prompt in read_files(source).prompts] == ["2"]
 
 
 def test_conditions_that_leave_faulty_rows_alone_are_named(tmp_path: Path) -> None:

@@ -51,7 +51,10 @@ def test_a_set_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
     [
         ({"question": "1", "answer": "1", "task": "maths"}, "unknown task 'maths'"),
         ({"question": "1", "answer": "", "task": "code", "entry": "{}"}, "set.jsonl:1: prompt"),
-        ({"question": "1", "answer": "1", "split": "train"}, "'aime' has 0 prompts"),
+        (
+            {"question": "1", "answer": "1", "split": "train"},
+            r"'aime' has 0 prompts .* one or more: add lines .* do not count\)$",
+        ),
     ],
 )
 def test_lines_that_cannot_be_evaluated_are_named(
@@ -59,3 +62,10 @@ def test_lines_that_cannot_be_evaluated_are_named(
 ) -> None:
     with pytest.raises(InputError, match=expected):
         check(tmp_path, [line])
+
+
+def test_an_id_that_a_set_repeats_is_named_with_its_set_and_lines(tmp_path: Path) -> None:
+    lines = [{"id": "a", "question": question, "answer": "1"} for question in "12"]
+    said = r"set 'aime': id 'a' occurs twice \(.*set.jsonl:1 and .*set.jsonl:2\)"
+    with pytest.raises(InputError, match=said):
+        check(tmp_path, lines)
