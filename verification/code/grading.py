@@ -280,6 +280,9 @@ def run_unit_tests(sandbox: Sandbox, jobs: tuple[bytes, bytes], limits: CodeLimi
     verdict = _judge_report(report, result, allowed)
     if verdict.is_correct:
         return verdict
+    if verdict.reason == "no_entry_point":
+        name = json.loads(jobs[0])["entry_point"]
+        return verdict._replace(detail=f"the program defines no {quoted(name)}")
     return verdict._replace(detail=_of_unit_tests(report, result))
 
 

@@ -9,11 +9,12 @@ docs/verification.md has the rules.
 import itertools
 import re
 
-from verification.math.choices import is_lettered
+from verification.math.choices import Choice, is_lettered, read_choice, text_of_choice
 from verification.math.constants import is_renamed
 from verification.math.forms import are_numerals_in_two_cases, is_in_named_base
 from verification.math.magnitude import is_explosive
 from verification.math.notation import with_bold_sets
+from verification.math.one_notation import in_one_notation, with_ordinal
 from verification.math.plain import compare_plain
 from verification.math.remarks import forms_of, without_remarks, without_shared_domain
 from verification.math.text import MAX_CHARS, normalise, refusal, without_marks
@@ -59,6 +60,8 @@ def compare_quickly(
         return CORRECT
     if problem and len(first) == 1 and first.upper() == second and is_lettered(problem):
         return CORRECT
+    if problem and (_is_listed(first, second, problem) or _is_listed(second, first, problem)):
+        return CORRECT
     # Both sides are checked, so that a swapped pair is refused too.
     reason = refusal(first) or refusal(second)
     if reason:
@@ -66,6 +69,18 @@ def compare_quickly(
     if is_explosive(first) != is_explosive(second):
         return Verdict(False, "explosive_answer")
     return compare_plain(first, second, accept_missing_unit=accept_missing_unit)
+
+
+def _is_listed(chosen: str, text: str, problem: str) -> bool:
+    """Whether a text is what the problem lists behind the letter of a choice."""
+    choice = read_choice(chosen)
+    if not isinstance(choice, Choice) or choice.text or read_choice(text) is not None:
+        return False
+    listed = text_of_choice(choice.letter, problem)
+    if not listed or len(text) > MAX_CHARS:
+        return False
+    verdict = compare_quickly(listed, text, accept_missing_unit=False)
+    return verdict is not None and verdict.is_correct
 
 
 def compare(answer: str, reference: str, *, accept_missing_unit: bool = True) -> Verdict:
@@ -183,7 +198,8 @@ def spelled(answer: str, reference: str) -> tuple[str, str]:
     """Both texts normalised, without remarks, with bold letters for sets of numbers as sets."""
     answer, reference = _trim(answer), _trim(reference)
     is_long = max(len(answer), len(reference)) > MAX_CHARS
-    if not is_long and not (_BARE.fullmatch(answer) and _BARE.fullmatch(reference)):
+    is_bare = is_long or (_BARE.fullmatch(answer) and _BARE.fullmatch(reference))
+    if not is_bare:
         answer, reference = _trim(typed(answer)), _trim(typed(reference))
         answer, reference = without_shared_domain(answer, reference)
         answer, reference = (
@@ -193,10 +209,10 @@ def spelled(answer: str, reference: str) -> tuple[str, str]:
         answer, reference = as_functions(_one_form(answer), _one_form(reference))
         answer, reference = with_rows(answer, reference), with_rows(reference, answer)
         answer = as_reference_writes(answer, reference)
-    return (
-        normalise(with_bold_sets(answer, reference)),
-        normalise(with_bold_sets(reference, answer)),
-    )
+        answer, reference = with_ordinal(answer, reference), with_ordinal(reference, answer)
+    first = normalise(with_bold_sets(answer, reference))
+    second = normalise(with_bold_sets(reference, answer))
+    return (first, second) if is_bare else in_one_notation(first, second)
 
 
 def _one_form(text: str) -> str:

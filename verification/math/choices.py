@@ -43,6 +43,11 @@ _JOINED = re.compile(r"(?:\\text\{ ?)?([A-J](?: ?[A-J]){1,9}) ?\}?")
 _OFFERED = re.compile(
     r"\(A\).{1,2000}?\(B\)|(?<![A-Za-z])A[.):].{1,2000}?(?<![A-Za-z])B[.):]", re.DOTALL
 )
+_LISTED_MARK = re.compile(
+    r"(?:\\(?:textbf|text|mathrm|mathbf|bf) ?\{ ?)?"
+    r"(?:\(([A-J])\)|(?<![A-Za-z(\\])([A-J])[.):](?=[\s\\}$]))(?:[.:]? ?\})?"
+)
+_CHOICE_LAYOUT = re.compile(r"\\(?:qquad|quad)(?![A-Za-z])|\\[ ,;:!]|~")
 MAX_PROBLEM_CHARS = 20_000
 _BLANKS = re.compile(r" {2,}")
 _HEDGE = re.compile(
@@ -107,6 +112,20 @@ def are_joined(text: str, listed: str) -> bool:
 def is_lettered(problem: str) -> bool:
     """Whether a problem has lettered choices."""
     return _OFFERED.search(problem[:MAX_PROBLEM_CHARS]) is not None
+
+
+def text_of_choice(letter: str, problem: str) -> str:
+    """The text that a problem lists behind a letter; empty where it does not list it once."""
+    listed = list(_LISTED_MARK.finditer(problem[:MAX_PROBLEM_CHARS]))
+    letters = [mark[1] or mark[2] for mark in listed]
+    # The letters are those of one list: A, B, C, ... once each, in their order.
+    is_one_list = len(letters) > 1 and letters == list("ABCDEFGHIJ"[: len(letters)])
+    if not is_one_list or letter not in letters:
+        return ""
+    place = letters.index(letter)
+    end = listed[place + 1].start() if place + 1 < len(letters) else MAX_PROBLEM_CHARS
+    text = problem[listed[place].end() : end].strip().partition("\n")[0]
+    return _CHOICE_LAYOUT.sub(" ", text).strip(" .,;$")
 
 
 def hedges_in(text: str) -> frozenset[str]:

@@ -47,6 +47,7 @@ _SYNONYMS = {
 }  # fmt: skip
 _AGREEMENT = {"true": "yes", "false": "no"}
 MIN_BARE_WORD_CHARS = 5
+_FOUR_LETTERS = re.compile(r"(?=[a-z]*[aeiou])[a-z]{4}")
 
 
 class Number(NamedTuple):
@@ -96,6 +97,8 @@ def compare_plain(first: str, second: str, *, accept_missing_unit: bool) -> Verd
     if _CAPITALS.fullmatch(first) and _CAPITALS.fullmatch(second):
         # An order of letters, a triangle or a plane; not a product.
         return CORRECT if first == second else WRONG
+    if _are_anagrams(first, second):
+        return WRONG
     first, second = settle_units(first, second)
     plain, other = _read_pair(first, second)
     if plain is None or other is None:
@@ -232,3 +235,14 @@ def _read_words(text: str) -> Words | None:
         or words in _SHORT_WORDS
     )
     return Words(words) if is_marked else None
+
+
+def _are_anagrams(first: str, second: str) -> bool:
+    """Whether two texts are different words of the same four letters: `live`, `evil`.
+
+    Letters without a vowel, or next to each other in the alphabet as in `abcd`, are a product.
+    """
+    word, other = words_of(first), words_of(second)
+    if word == other or sorted(word) != sorted(other) or not _FOUR_LETTERS.fullmatch(word):
+        return False
+    return ord(max(word)) - ord(min(word)) != 3

@@ -307,15 +307,18 @@ def _agrees(word: str, rest: str) -> bool:
     return bool(_DENIAL.search(rest)) == (word == "no") or rest.startswith(("since ", "because "))
 
 
+_SPACE_COMMAND = re.compile(r"\\[ ,;:!]")
+
+
 def forms_of(text: str) -> tuple[str, ...]:
     """The forms of `1/2 or 0.5` and `0.5 (1/2)`; none where the text has one form."""
     is_linked = "or" in text or "i.e." in text or "that is" in text or "equivalently" in text
     if not is_linked:
         place = text.rfind("(")
         # 2(3) is a product.
-        if place < 1 or text[place - 1] not in " ,;:d" or text[-1] not in ")}":
+        if place < 1 or text[place - 1] not in " ,;:d{" or text[-1] not in ")}":
             return ()
-    bare = bare_words(text)
+    bare = bare_words(_SPACE_COMMAND.sub(" ", text))
     bracketed = _BRACKETED.fullmatch(bare)
     forms = (bracketed["one"], bracketed["two"]) if bracketed else tuple(_FORMS.split(bare))
     are_forms = 1 < len(forms) <= MAX_FORMS and all(map(_FORM.fullmatch, forms))

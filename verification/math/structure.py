@@ -206,9 +206,11 @@ class _Comparison:
         """Whether a congruence equals a class, the residue that it names, or `11k+7`."""
         if isinstance(b, Congruence):
             return same_congruence(a, b)
+        # 7 mod 3 may be meant as a remainder: it does not name 7.
+        is_least = all(abs(residue) < a.modulus for residue in a.residues)
         residues = tuple(map(str, a.residues))
         if isinstance(b, Collection):
-            return self._same_collection(Collection("list", residues), b)
+            return is_least and self._same_collection(Collection("list", residues), b)
         if isinstance(b, Assignment):
             if a.name and not same_name(a.name, b.name):
                 return False
@@ -217,7 +219,8 @@ class _Comparison:
         if not isinstance(b, Expression) or len(residues) > 1 or b.unit is not None:
             return False
         residue = a.residues[0]
-        return same_value(num(residue), b.tree) is True or is_class(b.tree, residue, a.modulus)
+        is_residue = is_least and same_value(num(residue), b.tree) is True
+        return is_residue or is_class(b.tree, residue, a.modulus)
 
     def _same_pieces(self, a: Piecewise, b: Piecewise) -> bool | None:
         if len(a.rows) != len(b.rows) or len(a.rows) > MAX_ITEMS:

@@ -31,7 +31,7 @@ _TABLE: dict[str, list[tuple[str, str]]] = {
         ("1", "m meter metre"), ("1/100", "cm centimeter centimetre"), ("1000", "km kilometer "
         "kilometre"), ("1/1000", "mm millimeter millimetre"), ("1/10", "dm decimeter decimetre"),
         ("254/10000", "in inch inches"), ("3048/10000", "ft foot feet"), ("9144/10000", "yd yard"),
-        ("1609344/1000", "mi mile"), ("1/1000000", "\\mum micrometer"), ("1/1000000000",
+        ("1609344/1000", "mi mile"), ("1/1000000", "\\mum micrometer micrometre"), ("1/1000000000",
         "nm nanometer"),
     ],
     "g": [
@@ -53,6 +53,7 @@ _TABLE: dict[str, list[tuple[str, str]]] = {
     "rad": [("1", "rad radian")],
     "v": [("1", "v volt")],
     "a": [("1", "ampere amp")],
+    "ohm": [("1", "ohm"), ("1000", "kiloohm kilohm")],
     "mol": [("1", "mol mole")],
     "m^2": [("40468564224/10000000", "acre"), ("10000", "hectare ha")],
     "m^3": [("1/1000", "l liter litre"), ("1/1000000", "ml milliliter millilitre cc")],
@@ -60,6 +61,7 @@ _TABLE: dict[str, list[tuple[str, str]]] = {
     "g*m*s^-2": [("1000", "n newton"), ("1000000", "kn kilonewton")],
     "g*m^2*s^-2": [
         ("1000", "j joule"), ("1000000", "kj kilojoule"), ("1000000000", "mj megajoule"),
+        ("3600000000", "kwh"),
     ],
     "g*m^2*s^-3": [("1000", "w watt"), ("1000000", "kw kilowatt")],
     "g*m^-1*s^-2": [("1000", "pa pascal"), ("1000000", "kpa kilopascal")],

@@ -41,6 +41,15 @@ def test_an_assertion_and_a_compiler_are_told(limits: CodeLimits) -> None:
     assert found.startswith("compiler: ") and "missing" in found
 
 
+def test_a_missing_function_is_named(limits: CodeLimits) -> None:
+    unit_tests = CodeTests(unit_tests="def check(f):\n    assert f(2) == 2\n", entry_point="double")
+    calls = CodeTests(cases=[Case("2", "2")], entry_point="double")
+    for tests in (unit_tests, calls):
+        graded = grade("def twice(x):\n    return x", "python", tests, seed=0, limits=limits)
+        assert graded.reason == "no_entry_point"
+        assert graded.detail == "the program defines no 'double'"
+
+
 def test_what_a_program_prints_can_do_nothing_to_a_terminal(limits: CodeLimits) -> None:
     hostile = "\\x1b[2J\\u202e\\r\\n" + "x" * 5000
     found = detail(f"import sys\nprint('{hostile}')\nsys.exit('{hostile}')", limits)

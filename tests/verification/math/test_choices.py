@@ -2,7 +2,7 @@
 
 import pytest
 
-from verification.math.answer import compare
+from verification.math.answer import compare, compare_quickly
 from verification.math.choices import Choice, Choices, read_choice
 from verification.math.text import normalise
 
@@ -49,3 +49,31 @@ def test_several_choices_are_a_set_of_letters() -> None:
     assert compare("(D), (C)", "C and D").is_correct
     assert not compare("C, D, E", "C and D").is_correct
     assert not compare("C or D", "C and D").is_correct
+
+
+AMC = (
+    "What is $3+4$? $\\textbf{(A)}\\ 6\\qquad\\textbf{(B)}\\ 7\\qquad\\textbf{(C)}\\ \\frac{1}{2}$"
+)
+LINES = "What is the length?\nA. 6 cm\nB. 7 cm\nC. none of these"
+INLINE = "Choose: (A) 1, (B) 2, (C) 3."
+
+
+@pytest.mark.parametrize(
+    ("problem", "letter", "text", "is_right"),
+    [
+        (AMC, "B", "7", True), (AMC, "(B)", "7", True), (AMC, "C", "0.5", True),
+        (AMC, "A", "7", False), (AMC, "B", "6", False), (AMC, "D", "7", False),
+        (AMC, "C", "2", False), (LINES, "B", "7 cm", True), (LINES, "B", "70 mm", True),
+        (LINES, "B", "7 m", False), (LINES, "B", "6 cm", False), (INLINE, "C", "3", True),
+        (LINES, "C", "\\text{none of these}", True), (INLINE, "B", "3", False),
+        # Letters that are no list of choices.
+        ("Find B.", "B", "7", False), ("Let (A) be 1, (A) be 2 and (B) 7.", "B", "7", False),
+        ("(B) 7 and (A) 6", "B", "7", False), ("", "B", "7", False),
+    ],
+)  # fmt: skip
+def test_a_choice_is_the_text_that_the_problem_lists_for_it(
+    problem: str, letter: str, text: str, *, is_right: bool
+) -> None:
+    for answer, reference in ((letter, text), (text, letter)):
+        verdict = compare_quickly(answer, reference, problem=problem)
+        assert (verdict is not None and verdict.is_correct) == is_right
