@@ -49,6 +49,8 @@ def test_results_of_another_label_or_a_training_run_never_mix(tmp_path: Path) ->
     config = started(tmp_path / "run")
     with pytest.raises(InputError, match="another run, or another --label"):
         evaluate(config, "other", Console(quiet=True))
+    with pytest.raises(InputError, match="name another folder with --out DIR"):
+        evaluate(config, "other", Console(quiet=True), option="--out")
     trained = started(tmp_path / "trained", train={"steps": 5})
     with pytest.raises(InputError, match="with other values of train.steps"):
         evaluate(trained, "model", Console(quiet=True))
