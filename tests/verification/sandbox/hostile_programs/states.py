@@ -22,6 +22,16 @@ for name in ('/proc/self/fd/0', '/dev/fd/0', '/dev/stdin', f'/proc/{os.getpid()}
     f = quietly(os.open, name, os.O_RDWR)
     if f and quietly(os.write, f, b'x'): escaped(name)
     if quietly(os.truncate, name, 0) or os.fstat(0).st_size == 0: escaped(name)""",
+    "names_of_streams_are_changed": """
+name = os.path.realpath('/dev/stdin')
+folder = os.path.dirname(name) if name.startswith('/sandbox/') else None
+for path in filter(None, ('/dev/stdin', name, folder, folder and f'{folder}/stdout')):
+    for change in (os.unlink, os.rmdir, lambda p: os.rename(p, p + 'x'),
+                   lambda p: raw('chmod', p.encode(), 0o777) and os.stat('/nowhere')):
+        if quietly(lambda: (change(path), 1)[1]): escaped(path)
+if folder and quietly(open, f'{folder}/new', 'w'): escaped('new')
+quietly(lambda: os.truncate('/dev/stdout', 1 << 20)); quietly(fcntl.fcntl, 1, fcntl.F_SETFL, 0x400)
+quietly(fcntl.lockf, os.open('/dev/stdout', os.O_RDWR), fcntl.LOCK_EX)""",
     "terminal": "if quietly(os.open, '/dev/tty', os.O_RDWR): escaped()",
     "new_terminal": "if quietly(os.open, '/dev/ptmx', os.O_RDWR): escaped()",
     "descriptors_of_the_server": """
