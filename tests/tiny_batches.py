@@ -29,7 +29,7 @@ def make_sequences(
             token_ids=rng.integers(0, VOCAB, prompt + completion).astype(np.int32),
             prompt_length=prompt,
             generator_logprobs=rng.normal(-5, 0.3, targets[number]).astype(np.float32),
-            token_versions=np.zeros(targets[number], np.int32),
+            version_runs=[(0, targets[number])],
             advantage=float(rng.normal()),
             weight=1 / sum(targets),
             reward=float(number % 2),

@@ -74,8 +74,8 @@ class TrainSequence(msgspec.Struct, frozen=True):
     prompt_length: Count
     generator_logprobs: np.ndarray
     """[target tokens] float32; zeros for SFT examples."""
-    token_versions: np.ndarray
-    """[target tokens] int32: policy version that sampled each token."""
+    version_runs: list[tuple[Version, Count]]
+    """Policy version that sampled each target token: (version, number of tokens), in order."""
     advantage: float
     """May be NaN or infinite, as a user's estimator makes it: the trainer skips that update."""
     weight: float
@@ -99,6 +99,12 @@ class TrainSequence(msgspec.Struct, frozen=True):
     row_starts: list[Count] = []
     """Indices in token_ids at which further rows begin: branches of the conversation, whose tokens
     see only their own row. Advantage and weight belong to all rows together."""
+
+    @property
+    def token_versions(self) -> np.ndarray:
+        """[target tokens] int32: policy version that sampled each token."""
+        versions, counts = zip(*self.version_runs, strict=True) if self.version_runs else ((), ())
+        return np.repeat(np.array(versions, np.int32), np.array(counts, np.int64))
 
     @property
     def rows(self) -> list[tuple[int, int]]:
@@ -127,15 +133,13 @@ class TrainSequence(msgspec.Struct, frozen=True):
         ):
             return f"row starts {self.row_starts!r:.300} that are not given tokens in order"
         targets = completion - sum(end - start for start, end in self.given)
-        lengths = len(self.generator_logprobs), len(self.token_versions)
+        lengths = len(self.generator_logprobs), sum(count for _, count in self.version_runs)
         if lengths != (targets, targets):
             return f"{lengths} logprobs and versions of {targets} target tokens"
         if len(self.turn_advantages) not in (0, targets):
             return f"{len(self.turn_advantages)} advantages of {targets} target tokens"
         if self.gold_tokens > targets:
             return f"{self.gold_tokens} gold tokens of {targets}"
-        if self.token_versions.dtype != np.int32:
-            return f"token versions are {self.token_versions.dtype}, expected int32"
         return find_bad_ids("token ids", self.token_ids) or find_bad_floats(
             "logprobs", self.generator_logprobs
         )

@@ -182,7 +182,7 @@ def _sequence(length: int, group: int, choices: np.ndarray) -> TrainSequence:
         np.zeros(length, np.int32),
         prompt,
         np.zeros(completion, np.float32),
-        np.zeros(completion, np.int32),
+        [(0, completion)],
         advantage=1.0,
         weight=1.0,
         group=group,

@@ -5,7 +5,7 @@ needs only lengths, so the simulator can plan batches without arrays.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -306,8 +306,6 @@ def _gold_of(group: Group, scored: ScoredRollout) -> GoldAnswer | None:
 
 def _as_sampled(group: Group, scored: ScoredRollout) -> TrainSequence:
     rollout = scored.rollout
-    lengths = [span.end - span.start for span in rollout.spans]
-    versions = np.repeat(np.array([span.version for span in rollout.spans], np.int32), lengths)
     logprobs, given = rollout.logprobs, given_ranges(rollout.spans)
     if given:
         logprobs = np.concatenate([logprobs[span.start : span.end] for span in rollout.spans])
@@ -315,7 +313,7 @@ def _as_sampled(group: Group, scored: ScoredRollout) -> TrainSequence:
         token_ids=np.concatenate([rollout.prompt_ids, rollout.token_ids]),
         prompt_length=len(rollout.prompt_ids),
         generator_logprobs=logprobs,
-        token_versions=versions,
+        version_runs=[(span.version, span.end - span.start) for span in rollout.spans],
         given=given,
         row_starts=rollout.row_starts,
         advantage=0.0,
@@ -327,17 +325,24 @@ def _as_sampled(group: Group, scored: ScoredRollout) -> TrainSequence:
     )
 
 
+def _first_runs(runs: Sequence[tuple[int, int]], tokens: int) -> Iterator[tuple[int, int]]:
+    """The runs of versions of the first tokens."""
+    for version, count in runs:
+        if (taken := min(count, tokens)) > 0:
+            yield version, taken
+        tokens -= taken
+
+
 def _with_gold(sequence: TrainSequence, gold: GoldAnswer) -> TrainSequence:
     """Replace the sampled answer and all later tokens by the reference answer."""
     kept, count = gold.thought_tokens, len(gold.token_ids)
     nothing = np.zeros(count, np.float32)
-    unsampled = np.full(count, NO_VERSION, np.int32)
     return msgspec.structs.replace(
         sequence,
         token_ids=np.concatenate(
             [sequence.token_ids[: sequence.prompt_length + kept], gold.token_ids]
         ),
         generator_logprobs=np.concatenate([sequence.generator_logprobs[:kept], nothing]),
-        token_versions=np.concatenate([sequence.token_versions[:kept], unsampled]),
+        version_runs=[*_first_runs(sequence.version_runs, kept), (NO_VERSION, count)],
         gold_tokens=count,
     )

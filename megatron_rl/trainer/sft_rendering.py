@@ -92,7 +92,7 @@ def _sequence(prompt: list[int], completion: list[int], given: _Given) -> TrainS
         token_ids=np.array(prompt + completion, np.int32),
         prompt_length=len(prompt),
         generator_logprobs=np.zeros(count, np.float32),
-        token_versions=np.full(count, -1, np.int32),
+        version_runs=[(-1, count)],
         advantage=0.0,
         weight=0.0,
         given=given,

@@ -50,7 +50,7 @@ def make_share() -> MinibatchShare:
             token_ids=rng.integers(0, 512, 32).astype(np.int32),
             prompt_length=8,
             generator_logprobs=np.zeros(24, np.float32),
-            token_versions=np.zeros(24, np.int32),
+            version_runs=[(0, 24)],
             advantage=0.0,
             weight=1 / (16 * 24),
         )

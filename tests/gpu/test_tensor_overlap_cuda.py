@@ -64,7 +64,7 @@ def make_share() -> MinibatchShare:
             token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
             prompt_length=8,
             generator_logprobs=np.zeros(length - 8, np.float32),
-            token_versions=np.zeros(length - 8, np.int32),
+            version_runs=[(0, length - 8)],
             advantage=0.0,
             weight=1e-4,
         )

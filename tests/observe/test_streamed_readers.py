@@ -95,8 +95,7 @@ def step_of_status(folder: Path) -> int:
 
 def steps_of_baseline(folder: Path) -> int:
     """Trained 120 x 100 tokens, generated 120 x 6 groups x 8 x 10: 12,000 + 57,600 / 3."""
-    none = np.zeros(0)
-    sequence = TrainSequence(np.zeros(1_000), 1, none, none, advantage=1.0, weight=1.0)
+    sequence = TrainSequence(np.zeros(1_000), 1, np.zeros(0), [], advantage=1.0, weight=1.0)
     return baseline_steps(config(folder), [sequence])
 
 

@@ -70,7 +70,7 @@ def same(one: Any, two: Any) -> bool:
 def sequence(length: int) -> TrainSequence:
     return TrainSequence(
         np.arange(length, dtype=np.int32), 1, np.full(length - 1, -1 / 3, np.float32),
-        np.arange(length - 1, dtype=np.int32), advantage=-0.25, weight=1e-9,
+        [(version, 1) for version in range(length - 1)], advantage=-0.25, weight=1e-9,
     )  # fmt: skip
 
 

@@ -87,8 +87,8 @@ def test_a_stored_group_is_trained_on_as_it_was_but_for_its_versions(tmp_path: P
         ):
             for field in TrainSequence.__struct_fields__:
                 expected = getattr(theirs, field)
-                if field == "token_versions" and not keeps_versions:
-                    expected = np.full_like(expected, -1)
+                if field == "version_runs" and not keeps_versions:
+                    expected = [(-1, count) for _, count in expected]
                 if field == "rollout" and not keeps_versions:
                     # No line of this run is of it.
                     expected = (-1, 0)

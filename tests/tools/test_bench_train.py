@@ -141,7 +141,7 @@ def make_sequences() -> list[TrainSequence]:
             rng.integers(0, 250, prompt + completion).astype(np.int32),
             prompt,
             np.zeros(completion, np.float32),
-            np.zeros(completion, np.int32),
+            [(0, completion)],
             0.0,
             1 / total,
         )

@@ -26,7 +26,7 @@ from tests.ports import free_port
 
 def make_batch(step: int, dp_rank: int) -> RankBatch:
     sequence = TrainSequence(
-        np.arange(5, dtype=np.int32), 2, np.ones(3, np.float32), np.zeros(3, np.int32), 0.5, 0.1
+        np.arange(5, dtype=np.int32), 2, np.ones(3, np.float32), [(0, 3)], 0.5, 0.1
     )
     return RankBatch(step, dp_rank, [MinibatchShare([[sequence], []])], {"x": (1.0, 2.0, "mean")})
 

@@ -77,7 +77,7 @@ def minibatches(draw: st.DrawFn) -> list[TrainSequence]:
                     prompt_length=prompt,
                     given=given,
                     generator_logprobs=(-5.3 + mismatch * rng.normal(size=n)).astype(np.float32),
-                    token_versions=rng.integers(0, 2, n).astype(np.int32),
+                    version_runs=[(int(v), 1) for v in rng.integers(0, 2, n)],
                     advantage=float(next(advantages)),
                     weight=weight,
                 )

@@ -58,7 +58,7 @@ def make_share(seed: int, advantage: float = 1.0) -> MinibatchShare:
             token_ids=rng.integers(0, VOCAB, 12).astype(np.int32),
             prompt_length=4,
             generator_logprobs=np.full(8, -5, np.float32),
-            token_versions=np.zeros(8, np.int32),
+            version_runs=[(0, 8)],
             advantage=advantage,
             weight=1 / 16,
         )

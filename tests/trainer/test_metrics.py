@@ -42,8 +42,8 @@ def test_small_numbers_keep_their_digits(tmp_path: Path) -> None:
 
 def test_utilisation_is_three_passes_over_the_peak_of_all_ranks() -> None:
     def sequence(length: int) -> TrainSequence:
-        ids = np.zeros(length, np.int32)
-        return TrainSequence(ids, 1, np.zeros(length - 1, np.float32), ids[1:], 0.0, 1.0)
+        ids, logprobs = np.zeros(length, np.int32), np.zeros(length - 1, np.float32)
+        return TrainSequence(ids, 1, logprobs, [(0, length - 1)], 0.0, 1.0)
 
     share = MinibatchShare([[sequence(3), sequence(5)], [], [sequence(4)]])
     # Pairs of a query and a key: 6, 15 and 10.

@@ -137,7 +137,7 @@ def sequence(token_ids: np.ndarray, prompt_length: int) -> TrainSequence:
         token_ids=token_ids.astype(np.int32),
         prompt_length=prompt_length,
         generator_logprobs=np.zeros(count, np.float32),
-        token_versions=np.zeros(count, np.int32),
+        version_runs=[(0, count)],
         advantage=0.0,
         weight=1.0,
     )

@@ -59,7 +59,7 @@ def sequence(*token_ids: int) -> TrainSequence:
     return TrainSequence(
         token_ids=np.array(token_ids, np.int32), prompt_length=1,
         generator_logprobs=np.zeros(count, np.float32),
-        token_versions=np.zeros(count, np.int32), advantage=0.0, weight=1.0,
+        version_runs=[(0, count)], advantage=0.0, weight=1.0,
     )  # fmt: skip
 
 

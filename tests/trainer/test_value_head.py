@@ -16,8 +16,8 @@ def make_head() -> ValueHead:
 
 def make_sequence(prompt: int, completion: int) -> TrainSequence:
     ids = np.arange(prompt + completion, dtype=np.int32)
-    versions = np.zeros(completion, np.int32)
-    return TrainSequence(ids, prompt, versions.astype(np.float32), versions, 0.0, 1.0)
+    logprobs = np.zeros(completion, np.float32)
+    return TrainSequence(ids, prompt, logprobs, [(0, completion)], 0.0, 1.0)
 
 
 def test_features_are_of_the_state_that_predicts_the_first_completion_token() -> None:

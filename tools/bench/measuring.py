@@ -7,9 +7,10 @@ import os
 import signal
 import statistics
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from tools.bench.children import CACHE, ChildFailed
 CORES = 2
 PAUSE_S = 2.0
 _SAMPLE_S = 2.0
+_PIECE_BYTES = 1 << 22
 
 
 def parser(doc: str | None, *, quick: str, repeats: str = "") -> argparse.ArgumentParser:
@@ -117,6 +119,22 @@ def rotations(names: Sequence[str], repeats: int) -> list[list[str]]:
     all."""
     starts = [repeat % len(names) for repeat in range(repeats)]
     return [[*names[start:], *names[:start]] for start in starts]
+
+
+@contextlib.contextmanager
+def used_memory() -> Iterator[None]:
+    """Fill free memory with a file's pages, as on a machine that has run for long.
+
+    A virtual machine may give free pages back to its host. The first touch of each then costs
+    microseconds, and writers of files would pay for it.
+    """
+    piece = bytearray(_PIECE_BYTES)
+    with tempfile.TemporaryFile() as file:
+        size = psutil.virtual_memory().available
+        file.truncate(size)
+        for _ in range(0, size, _PIECE_BYTES):
+            file.readinto(piece)  # type: ignore[attr-defined]
+        yield
 
 
 def busy_share(cores: Sequence[int], seconds: float = PAUSE_S) -> float:

@@ -5,26 +5,20 @@ that answer at once, data-parallel leaders, and a weight sync after each batch. 
 tokens, or the simulator's mean, with logprobs, two version spans and a text. The *floor*, measured
 in the same run, is bare ZeroMQ sockets that carry the same bytes (queue_peer.py).
 
-| variant     | meaning                                                        |
-|-------------|----------------------------------------------------------------|
-| dense       | a 24B model without experts                                    |
-| encrypted   | dense with CURVE keys, as between nodes                        |
-| dense_mean  | completions of the simulator's mean length, 9,387 tokens       |
-| replay      | 30B-A3B, router replay: 384 bytes per token; 100 generators    |
-| replay_mean | completions of the simulator's mean length, 4,185 tokens       |
+*dense* is a 24B model without experts; *encrypted* adds CURVE keys, as between nodes; *replay* is
+30B-A3B with router replay: 384 bytes per token, 100 generators, no ledger. *dense_mean* and
+*replay_mean* have completions of the simulator's mean length, 9,387 and 4,185 tokens.
 
 | figure of a variant        | meaning                                                        |
 |----------------------------|----------------------------------------------------------------|
 | needed_rollouts_per_s      | production of 512 H100s by the simulator (`Produced`): at      |
 |                            | 32,768 tokens its tokens, else its completions                 |
-| learnt_rollouts_per_s      | upper bound of the trainer's consumption, computed by hand     |
+| learnt_rollouts_per_s      | upper bound of the trainer's consumption, by hand              |
 | rollouts_per_s             | capacity of the queue; over_needed: over the first, target 4;  |
 |                            | over_learnt: over the second                                   |
 | tokens_per_s, bytes_per_s  | of these rollouts; arrays and texts, once                      |
 | cpu_share                  | user and system time of the queue over wall time               |
-| cpu_ms_per_rollout         | user and system time per rollout                               |
-| loop_ms_per_rollout        | the same for the main thread                                   |
-| rollouts_per_s_of_one_core | capacity of the main thread on a dedicated core                |
+| cpu_ms_per_rollout         | the same per rollout; loop_ms_per_rollout: of the main thread  |
 | floor_*                    | figures of the floor; over_floor: rollouts_per_s over its      |
 | over_without_ledger        | rollouts_per_s over those of a queue without a ledger          |
 | bookkeeping_share          | share of the time per rollout beyond the floor's               |
@@ -34,7 +28,7 @@ in the same run, is bare ZeroMQ sockets that carry the same bytes (queue_peer.py
 | held_bound_mb              | rollouts that admission lets the queue hold                    |
 
 With few cores the peers compete with the queue: a rate is a lower bound, so compare the times per
-rollout. The last line is one JSON object. A queue with router replay has no ledger.
+rollout. The last line is one JSON object.
 """
 
 import contextlib
@@ -60,20 +54,27 @@ from megatron_rl.plan.flops import step_flops
 from megatron_rl.protocol.keys import make_keys
 from megatron_rl.weights.layout.shape import ModelShape
 from tools.bench.children import background, write_job
-from tools.bench.measuring import busy_share, parser, percentile, read_times, report, rounded, say
+from tools.bench.measuring import (
+    busy_share,
+    parser,
+    percentile,
+    read_times,
+    report,
+    rounded,
+    say,
+    used_memory,
+)
 from tools.bench.queue_peer import PROMPT_TOKENS, Control, Load, run_peers
 
 GPUS = 512
-TRAINER_SHARE = 0.5
-"""Share of the GPUs, as in examples/magistral_24b.toml."""
+TRAINER_SHARE = 0.5  # of the GPUs
 TRAINER_FLOPS = 400e12
 """Model FLOP/s of an H100 that trains a dense model in bf16: 0.4 of its peak."""
 TARGET = 4.0
 """Target of over_needed."""
 GENERATOR_PROCESSES = 2
 PROMPTS = 2000
-START_LIMIT_S = 120.0
-END_LIMIT_S = 60.0
+LIMIT_S = 120.0
 PEER_END_S = 5.0
 QUEUE, FLOOR = "megatron_rl.rollout_queue.server", "tools.bench.queue_peer"
 
@@ -291,7 +292,7 @@ def running_peers(load: Load, config: Config) -> Iterator[tuple[Control, list[Co
 
 def measure(module: str, variant: Variant, seconds: Seconds) -> Outcome:
     """Run the queue or the floor, first at capacity, then at a given rate."""
-    with tempfile.TemporaryDirectory() as name:
+    with used_memory(), tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config, log = write_config(folder, variant), folder / f"{module}.log"
         given = [folder] if module == FLOOR else ["--config", folder / "config.toml"]
@@ -311,7 +312,7 @@ def measure(module: str, variant: Variant, seconds: Seconds) -> Outcome:
             paced = _watch(server.pid, control, seconds.paced)
             peak_rss_mb = read_times(server.pid).peak_rss_mb
             control.is_over.set()
-            measured = [pipe.recv() for pipe in pipes if pipe.poll(END_LIMIT_S)]
+            measured = [pipe.recv() for pipe in pipes if pipe.poll(LIMIT_S)]
     if len(measured) != len(pipes):
         raise RuntimeError("a process of scripted peers did not end")
     leases = [lease for mine in measured for lease in mine]
@@ -319,13 +320,13 @@ def measure(module: str, variant: Variant, seconds: Seconds) -> Outcome:
 
 
 def _await_first_batch(control: Control, server: subprocess.Popen, log: Path) -> None:
-    deadline = time.monotonic() + START_LIMIT_S
+    deadline = time.monotonic() + LIMIT_S
     while control.version.value < 1:
         if server.poll() is not None:
             end = log.read_text()[-2000:]
             raise RuntimeError(f"the server ended with exit code {server.returncode}:\n{end}")
         if time.monotonic() > deadline:
-            raise RuntimeError(f"the queue sent no batch within {START_LIMIT_S:.0f} s: see {log}")
+            raise RuntimeError(f"the queue sent no batch within {LIMIT_S:.0f} s: see {log}")
         time.sleep(0.1)
 
 
@@ -359,7 +360,6 @@ def figures(variant: Variant, queue: Outcome, floor: Outcome) -> dict[str, float
         "cpu_share": full.cpu_share,
         "cpu_ms_per_rollout": cpu_ms,
         "loop_ms_per_rollout": loop_ms,
-        "rollouts_per_s_of_one_core": 1e3 / loop_ms,
         "floor_rollouts_per_s": floor.full.rollouts_per_s,
         "over_floor": full.rollouts_per_s / floor.full.rollouts_per_s,
         "floor_cpu_ms_per_rollout": floor_ms,

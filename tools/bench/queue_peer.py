@@ -91,7 +91,7 @@ class Load(msgspec.Struct, frozen=True):
 
     @property
     def rollout_bytes(self) -> int:
-        """Arrays and text of a rollout; the trainer gets as many, with versions for the text."""
+        """Arrays and text of a rollout."""
         arrays = 4 * (PROMPT_TOKENS + 2 * self.tokens)
         choices = (PROMPT_TOKENS + self.tokens - 1) * self.choices_per_token
         return arrays + choices + _CHARS_PER_TOKEN * self.tokens
@@ -336,7 +336,8 @@ class Floor:
         text = Template(load).rollout(0, 0, 0).text
         request = ScoreRequest(0, "math", "1", "", text, load.tokens, is_finished=True)
         self._request = wire.encode(request)
-        self._share = bytes(load.rollout_bytes * load.batch // load.leaders)
+        trained_bytes = load.rollout_bytes - _CHARS_PER_TOKEN * load.tokens  # no text
+        self._share = bytes(trained_bytes * load.batch // load.leaders)
         self._leaders: list[bytes] = []
         self._completions = 0
         self._generators: set[bytes] = set()

@@ -139,7 +139,7 @@ def make_sequences(lengths: list[Lengths], vocab: int) -> list[TrainSequence]:
             token_ids=rng.integers(0, vocab, s.total).astype(np.int32),
             prompt_length=s.prompt,
             generator_logprobs=np.zeros(s.completion, np.float32),
-            token_versions=np.full(s.completion, -1, np.int32),
+            version_runs=[(-1, s.completion)],
             advantage=0.0,
             weight=1 / total,
         )

@@ -69,9 +69,8 @@ class MicroBatch:
 
 def placeholder() -> TrainSequence:
     """A sequence without weight: an empty microbatch still runs, as its collectives must match."""
-    one = np.zeros(1, np.int32)
     ids, logprobs = np.zeros(2, np.int32), np.zeros(1, np.float32)
-    return TrainSequence(ids, 1, logprobs, one - 1, advantage=0.0, weight=0.0, group=-1)
+    return TrainSequence(ids, 1, logprobs, [(-1, 1)], advantage=0.0, weight=0.0, group=-1)
 
 
 def collate(

@@ -17,7 +17,7 @@ def make_sequence(
         token_ids=np.array(tokens, np.int32),
         prompt_length=prompt_length,
         generator_logprobs=-np.arange(1, n + 1, dtype=np.float32),
-        token_versions=np.full(n, 7, np.int32),
+        version_runs=[(7, n)],
         advantage=advantage,
         weight=weight,
     )
@@ -78,7 +78,7 @@ def conversation() -> TrainSequence:
     """Prompt 1 2, reply 10 11, given 20 21, reply 12; then a branch 1 2 10 11 22, reply 13 14."""
     return TrainSequence(
         np.array([1, 2, 10, 11, 20, 21, 12, 1, 2, 10, 11, 22, 13, 14], np.int32),
-        2, np.zeros(5, np.float32), np.zeros(5, np.int32), advantage=0.0, weight=1.0,
+        2, np.zeros(5, np.float32), [(0, 5)], advantage=0.0, weight=1.0,
         given=[(2, 4), (5, 10)], row_starts=[7],
         turn_advantages=np.array([1, 1, -1, 3, 3], np.float32),
     )  # fmt: skip

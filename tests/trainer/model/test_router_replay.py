@@ -67,7 +67,7 @@ def make_sequences() -> list[TrainSequence]:
                 token_ids=rng.integers(0, VOCAB, prompt + completion).astype(np.int32),
                 prompt_length=prompt,
                 generator_logprobs=rng.normal(-5, 0.3, learnt).astype(np.float32),
-                token_versions=np.zeros(learnt, np.int32),
+                version_runs=[(0, learnt)],
                 advantage=float(rng.normal()),
                 weight=1 / 35,
                 expert_choices=np.concatenate(chosen).astype(np.int32),
