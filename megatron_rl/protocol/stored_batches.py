@@ -3,7 +3,7 @@
 The rollout queue writes a batch before any rank gets its share. A trainer that was restarted reads
 the batches since its checkpoint, so that it repeats the same steps.
 
-NNNNNN.batch: int64 numbers (data-parallel size; bytes and CRC-32 of each rank's share), then the
+NNNNNN.batch: int64 numbers (data-parallel size; bytes and checksum of each rank's share), then the
 share of each rank: the frames of its RankBatch, joined.
 
 NNNNNN.queue.json: the queue's state after NNNNNN batches, written before the checkpoint of that
@@ -11,7 +11,6 @@ step. A checkpoint that was lost is rebuilt with it (`megatron-rl replay --rebui
 """
 
 import re
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,10 +45,8 @@ def write_batch(folder: Path, shares: Sequence[RankBatch]) -> None:
     """Write a batch, whole or not at all; shares: of all ranks, in order. Raises OSError."""
     numbers, content = [len(shares)], list[Frame]()
     for share in shares:
-        parts, check = joined_parts(encode_frames(share)), 0
-        for part in parts:
-            check = zlib.crc32(part, check)
-        numbers += [sum(map(len, parts)), check]
+        parts = joined_parts(encode_frames(share))
+        numbers += [sum(map(len, parts)), _checksum(parts)]
         content += parts
     content.insert(0, np.array(numbers, np.int64).tobytes())
     write_whole(_path(folder, shares[0].step), content, is_private=True)
@@ -73,9 +70,22 @@ def read_share(folder: Path, step: int, rank: int) -> tuple[int, bytearray]:
         raise InputError(f"the batch {path} cannot be read: {error}") from error
     except (ValueError, IndexError) as error:
         raise _damaged(path) from error
-    if len(share) != table[rank, 0] or zlib.crc32(share) != table[rank, 1]:
+    if len(share) != table[rank, 0] or _checksum([share]) != table[rank, 1]:
         raise _damaged(path)
     return size, share
+
+
+def _checksum(parts: Sequence[Frame | bytearray]) -> int:
+    """Sum of the 64-bit words of joined frames, whose parts are filled up with zeros, modulo 2**63.
+
+    It finds what disks do: lost pages and flipped bits. A CRC takes a tenth of the queue's time.
+    """
+    found = 0
+    for part in parts:
+        words = len(part) // 8
+        found += int(np.frombuffer(part, "<u8", words).sum(dtype=np.uint64))
+        found += int.from_bytes(part[8 * words :], "little")
+    return found % 2**63
 
 
 def _damaged(path: Path) -> InputError:
