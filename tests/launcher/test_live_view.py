@@ -249,7 +249,8 @@ def test_lines_of_an_evaluation_count_from_its_beginning(tmp_path: Path) -> None
         look_every_second(view, clock, 11)
     assert "12 generated, 10 scored (10 for evaluations)" in output.getvalue().splitlines()[-1]
     status = of_rows([*rows, EVALUATION], config, state="complete", now=0.0)
-    assert status.activity == "" and len(status.evaluations) == 2
+    # A resumed evaluation writes the row of a set again.
+    assert status.activity == "" and len(status.evaluations) == 1
     # Training that goes on beside an evaluation is counted on.
     mixed = of_rows([ROLLOUTS, EVALUATION], config, state="running", now=0.0)
     assert "12 generated, 10 scored: " in mixed.activity
