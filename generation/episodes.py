@@ -86,7 +86,7 @@ class Episode:
         self._environment_s = 0.0
         self._first_at = -1.0
         self._no_reply = "it returned without a turn of the policy"
-        """Why there is no reply, until there is one."""
+        """Why the conversation has no reply, as long as it has none."""
 
     @property
     def stop(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.expert import own_key, without_expert
 from megatron_rl.config.paths import with_absolute_paths
 from megatron_rl.config.presets import PRESETS
-from megatron_rl.config.section import merged
+from megatron_rl.config.section import Section, merged
 
 OVERRIDE = "command line"
 DEFAULT = "default"
@@ -103,6 +103,12 @@ def leaves(value: object, key: str) -> Iterator[tuple[str, Any]]:
             yield from leaves(item, f"{key}.{number}")
     else:
         yield key, value
+
+
+def changed_keys(before: Section, now: Section) -> list[str]:
+    """Keys whose values differ between two configurations, sorted."""
+    first, second = (dict(leaves(one.model_dump(), "")) for one in (before, now))
+    return [key for key in sorted(first.keys() | second) if first.get(key) != second.get(key)]
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> tuple[str, Any]:

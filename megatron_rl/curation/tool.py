@@ -43,7 +43,7 @@ class Drop(msgspec.Struct, frozen=True, omit_defaults=True):
     """A row that is not in the output."""
 
     id: str
-    """Empty for a row that is no prompt."""
+    """Empty if the row could not be read as a prompt."""
     place: str
     """As file:line."""
     reason: str

@@ -39,8 +39,10 @@ def standard_error(values: Sequence[float] | np.ndarray) -> float | None:
 
 
 def mean_figure(values: Sequence[float] | np.ndarray) -> Figure:
-    """Mean of one value per problem. For equal numbers of completions the error is that of
-    clustered_figure."""
+    """Mean of one value per problem.
+
+    Its error equals that of clustered_figure if all problems have the same number of completions.
+    """
     return Figure(float(np.mean(values)), standard_error(values), len(values))
 
 

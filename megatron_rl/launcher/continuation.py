@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_rl.config.expert import public_key
-from megatron_rl.config.layers import leaves
+from megatron_rl.config.layers import changed_keys
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.cold_start import is_due
 from megatron_rl.launcher.node_link import NodeLost
@@ -70,13 +70,8 @@ def _changed_keys(config: Config) -> str:
     earlier = earlier_config(config.run.dir)
     if earlier is None:
         return "its config.toml cannot be read"
-    before, now = (dict(leaves(one.model_dump(), "")) for one in (earlier, config))
-    changed = [
-        key
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not key.startswith(_NOT_THE_QUEUES)
-    ]
-    return first_of(changed)
+    changed = changed_keys(earlier, config)
+    return first_of([key for key in changed if not key.startswith(_NOT_THE_QUEUES)])
 
 
 def first_of(keys: Sequence[str]) -> str:

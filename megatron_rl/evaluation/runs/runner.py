@@ -13,7 +13,7 @@ from rich.console import Console
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
-from megatron_rl.config.layers import leaves
+from megatron_rl.config.layers import changed_keys
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.continuation import first_of
@@ -41,6 +41,9 @@ from megatron_rl.rollout_queue.evaluation import (
 from megatron_rl.data.prompts import prompts_of_run
 
 log = logging.getLogger(__name__)
+
+_SECTIONS = ("model", "prompts", "render", "sampling", "reward", "eval")
+"""With run.seed, what the results of an evaluation depend on; but for eval.timeout_s."""
 
 
 def evaluate(
@@ -118,8 +121,7 @@ def _check_earlier(config: Config, label: str, option: str) -> bool:
     if labels and label not in labels:
         raise InputError(f"{run_dir} already holds another run, or another --label: {other}")
     earlier = load_config(path)
-    before, now = _what_counts(earlier), _what_counts(config)
-    changed = [key for key in sorted(before.keys() | now) if before.get(key) != now.get(key)]
+    changed = list(filter(_counts, changed_keys(earlier, config)))
     if earlier.train.steps:
         changed.append("train.steps")
     if changed:
@@ -130,16 +132,11 @@ def _check_earlier(config: Config, label: str, option: str) -> bool:
     return True
 
 
-def _what_counts(config: Config) -> dict[str, object]:
-    """Keys that results depend on: completions under different values must not mix."""
-    sections = {"model", "prompts", "render", "sampling", "reward", "eval"}
-    found = dict(leaves(config.model_dump(include=sections | {"run"}), ""))
-    # The sets and their sampling, not the time limit.
-    return {
-        key: value
-        for key, value in found.items()
-        if key == "run.seed" or (not key.startswith("run.") and key != "eval.timeout_s")
-    }
+def _counts(key: str) -> bool:
+    """Whether results depend on a key: completions under different values must not mix."""
+    if key.startswith("run.") or key == "eval.timeout_s":
+        return key == "run.seed"
+    return key.partition(".")[0] in _SECTIONS
 
 
 def _missing(config: Config, label: str, sets: list[EvaluationSet]) -> int:
