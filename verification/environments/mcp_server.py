@@ -14,6 +14,8 @@ from verification.environments.opening import import_client
 from verification.environments.policy import EpisodeInput, Outcome, Policy, ToGrade, Unavailable
 from verification.environments.tools import MAX_RESULT_CHARS, Limits, check_reward, converse
 
+MOST_PAGES = 100
+"""Pages of a server's list of tools."""
 _OF_THE_CLIENT = (-32000, -32001, 408)
 """Codes of errors that the client makes itself: connection closed; timeout of mcp 2, and 1."""
 
@@ -55,6 +57,21 @@ class ServerTool:
         return ("Error: " if is_error else "") + "\n".join(texts)
 
 
+async def _listed(session: Any) -> list[Any]:
+    """The tools of all pages of the server's list. Raises Unavailable if the list does not end."""
+    from mcp.types import PaginatedRequestParams
+
+    found: list[Any] = []
+    params = None
+    for _ in range(MOST_PAGES):
+        page = await session.list_tools(params=params)
+        found += page.tools
+        if not (cursor := _of_either(page, "next_cursor", "nextCursor")):
+            return found
+        params = PaginatedRequestParams(cursor=cursor)
+    raise Unavailable(f"the MCP server's list of tools has more than {MOST_PAGES} pages")
+
+
 def _of_either(told: Any, name: str, old_name: str) -> Any:
     """A field of mcp 2, or as mcp 1 names it."""
     return getattr(told, name) if hasattr(told, name) else getattr(told, old_name)
@@ -79,8 +96,7 @@ def mcp_episode(
         async with stdio_client(server) as (reads, writes):
             async with ClientSession(reads, writes) as session:
                 await session.initialize()
-                listed = await session.list_tools()
-                tools = [ServerTool(session, told) for told in listed.tools]
+                tools = [ServerTool(session, told) for told in await _listed(session)]
                 return await converse(
                     prompt, policy, tools, state=session, reward=reward, limits=limits
                 )

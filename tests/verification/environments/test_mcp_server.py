@@ -34,6 +34,32 @@ def look(word: str) -> str:
 
 server.run()
 """
+PAGED = """
+import json, sys
+
+PAGES = {None: (["seek", "find"], "b"), "b": (["look"], None)}
+SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
+
+def answer(method, params):
+    if method == "initialize":
+        server = {"name": "paged", "version": "1"}
+        return {"protocolVersion": params["protocolVersion"], "capabilities": {"tools": {}},
+                "serverInfo": server}
+    if method == "tools/list":
+        names, cursor = PAGES[(params or {}).get("cursor")]
+        page = {"tools": [{"name": name, "inputSchema": SCHEMA} for name in names]}
+        return page | ({"nextCursor": cursor} if cursor else {})
+    if method == "tools/call":
+        return {"content": [{"type": "text", "text": params["arguments"]["word"] + " is a fruit"}]}
+
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" in asked:
+        result = answer(asked["method"], asked.get("params"))
+        told = {"error": {"code": -32601, "message": "no method"}} if result is None else {
+            "result": result}
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **told}), flush=True)
+"""
 MODULE = """
 import os, sys
 from verification.environments import mcp_episode
@@ -46,11 +72,11 @@ words = mcp_episode([sys.executable, os.path.join(os.path.dirname(__file__), "se
 """
 
 
-def play(folder: Path, *looked_up: str, said: list[Say]) -> Any:
+def play(folder: Path, *looked_up: str, said: list[Say], server: str = SERVER) -> Any:
     """The end of an episode in which the policy looks up words at once, then replies."""
     if not PYTHON:
         pytest.skip("no mcp: set MEGATRON_RL_MCP_PYTHON to an interpreter that has it")
-    (folder / "server.py").write_text(SERVER)
+    (folder / "server.py").write_text(server)
     (folder / "words_of_tests.py").write_text(MODULE)
 
     async def answer(say: Say) -> Reply:
@@ -74,6 +100,12 @@ def test_tools_of_a_server_are_offered_called_and_their_errors_told(tmp_path: Pa
     first, second, third = (message["content"] for message in said[1].messages)
     assert (first, third) == ("fig is a fruit", "plum is a fruit")
     assert second.startswith("Error") and "look" in second  # mcp 2.3 hides "no such word".
+
+
+def test_all_pages_of_the_list_of_tools_are_offered(tmp_path: Path) -> None:
+    said: list[Say] = []
+    assert play(tmp_path, "fig", said=said, server=PAGED) == Outcome(1.0, "correct")
+    assert [tool["function"]["name"] for tool in said[0].tools] == ["seek", "find", "look"]
 
 
 def test_a_server_that_dies_in_a_call_is_no_reward(tmp_path: Path) -> None:
