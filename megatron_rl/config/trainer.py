@@ -174,7 +174,7 @@ class TrainConfig(Section):
     prompts_per_batch: PositiveInt = 16
     """Number of prompts (groups of completions) per batch, not counting zero-variance groups."""
     group_size: int = Field(default=16, ge=2)
-    """Completions of one prompt."""
+    """Completions of one prompt; at least 2, since advantages compare them."""
     minibatches: PositiveInt = 1
     """Number of optimizer steps per batch. The paper found more than 2 harmful."""
     microbatch_tokens: PositiveInt = 4096

@@ -39,8 +39,24 @@ class SftExample(msgspec.Struct, frozen=True):
     """For the task code: the response is a program that reads standard input, not a function."""
     learns_all: bool = False
     """Learn the assistant's earlier messages too."""
-    tools: list[Tool] = []
-    """Offered to the assistant, as chat templates take them; only with learns_all."""
+    tools: list[Tool] | str | None = []
+    """Offered to the assistant, as chat templates take them, or their JSON text; only with
+    learns_all."""
+
+    def __post_init__(self) -> None:
+        _ = self.offered
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools as a list; empty for null. Raises ValueError."""
+        if not isinstance(self.tools, str):
+            return self.tools or []
+        try:
+            return msgspec.json.decode(self.tools or "[]", type=list[Tool])
+        except msgspec.MsgspecError as error:
+            raise ValueError(
+                f"the tools {self.tools[:80]!r} are no JSON list of objects: {error}"
+            ) from error
 
     @property
     def conversation(self) -> Conversation:
@@ -90,7 +106,7 @@ def _checked(example: SftExample) -> SftExample:
     """The example, which learns all replies if it has no response. Raises ValidationError."""
     if example.response and not example.learns_all:
         keys = [key for message in example.messages for key in message.keys_beside_text]
-        if keys or example.tools:
+        if keys or example.offered:
             raise msgspec.ValidationError(
                 f"Object has `{keys[0] if keys else 'tools'}`, which needs an example whose last "
                 "message is the assistant's, without `response`"

@@ -113,7 +113,7 @@ def _tokenize_replies(example: SftExample, renderer: Renderer, turns: Turns) -> 
     # The run's system prompt and its own example, which is not learnt.
     conversation = example.conversation
     shown = renderer.turns(conversation)[: -len(conversation.messages)]
-    opened, tools = [*shown, *(message.turn() for message in messages[:first])], example.tools
+    opened, tools = [*shown, *(message.turn() for message in messages[:first])], example.offered
     if tools and "tools" not in renderer.template.reads:
         opened, tools = with_tools(opened, tools), []
     prompt, completion = turns.start(opened, tools), list[int]()

@@ -209,6 +209,21 @@ def test_an_example_with_calls_is_read_again_as_it_is_written(tmp_path: Path) ->
     assert [call.arguments for call in examples[0].messages[1].calls] == [{"a": 1, "b": 2}]
 
 
+def test_tools_may_be_json_text_or_null(tmp_path: Path) -> None:
+    renderer = open_model(tmp_path / "m", "qwen2.5")
+    path = tmp_path / "sft.jsonl"
+    ids = [
+        [one.token_ids.tolist() for one in tokenize(read_sft_dataset(path), renderer)]
+        for tools in (TOOLS, json.dumps(TOOLS), None, "", [])
+        if write(path, CONVERSATIONS["null"], tools=tools)
+    ]
+    assert ids[0] == ids[1] != ids[2] == ids[3] == ids[4]
+    assert '"description": "Adds."' in renderer.decode(ids[1][0])
+    for text in ("[{", '{"type": "function"}'):
+        with pytest.raises(InputError, match=r"sft\.jsonl:1: .*are no JSON list of objects"):
+            read_sft_dataset(write(path, CONVERSATIONS["null"], tools=text))
+
+
 def test_calls_beside_a_response_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "sft.jsonl", CONVERSATIONS["null"][:3], tools=[], response="3")
     with pytest.raises(InputError, match="`tool_calls`, which needs an example whose last message"):
