@@ -3,12 +3,12 @@
 # of the Slurm job:
 #
 #   bash examples/launch.sh CONFIG.toml [--config MORE.toml ...] [--model DIR] [--prompts FILE]
-#        [--run-dir DIR] [--gpu NAME] [--gpus-per-node N] [section.key=value ...]
+#        [--run-dir DIR] [--gpu NAME] [--gpu-memory GIB] [--gpus-per-node N] [section.key=value ...]
 #
 # --config: more files; later files take precedence. --model: a Hugging Face folder or the name of a
 # model on the Hub (model.path). --prompts: a JSONL file or a data set of the Hub (prompts.0.path);
 # default: the configuration's. --run-dir: on several nodes a folder that all share.
-# --gpu: GPU of the plan (megatron-rl plan --help); default: the GPUs of this node.
+# --gpu, --gpu-memory: of the plan (megatron-rl plan --help); default: the GPUs of this node.
 # Environment:
 #   HEAD_ADDRESS  address of the first node; default: its address on the route to the last node
 #   CONTAINER     words before each of our commands, such as "apptainer exec --nv IMAGE"
@@ -19,6 +19,7 @@
 set -euo pipefail
 
 usage() {
+    [ $# -eq 0 ] || echo "launch.sh: $1" >&2
     sed -n '2,18s/^# \{0,1\}//p' "$SELF" >&2
     exit 2
 }
@@ -39,23 +40,23 @@ PLACES=()
 OVERRIDES=()
 while [ $# -gt 0 ]; do
     case $1 in
-        --config | --model | --prompts | --run-dir | --gpu | --gpus-per-node)
-            [ $# -ge 2 ] || usage
+        --config | --model | --prompts | --run-dir | --gpu | --gpu-memory | --gpus-per-node)
+            [ $# -ge 2 ] || usage "$1 needs a value"
             case $1 in
                 --config)
-                    [ -f "$2" ] || usage
+                    [ -f "$2" ] || usage "no file $2"
                     CONFIGS+=("$(realpath "$2")")
                     ;;
                 --model) PLACES+=("model.path=$(as_path "$2")") ;;
                 --prompts) PLACES+=("prompts.0.path=$(as_path "$2")") ;;
                 --run-dir) RUN_DIR=$(realpath -m "$2") ;;
-                --gpu) GPU=(--gpu "$2") ;;
+                --gpu | --gpu-memory) GPU+=("$1" "$2") ;;
                 --gpus-per-node) GPUS_PER_NODE=(--gpus-per-node "$2") ;;
             esac
             shift
             ;;
         ?*.?*=*) OVERRIDES+=("$1") ;;
-        *) usage ;;
+        *) usage "unknown option $1" ;;
     esac
     shift
 done

@@ -281,7 +281,7 @@ def _left_to_preset(found: Imported) -> list[str]:
         unread.append("algorithm.policy_loss.")
     return [
         f"{key}: {value_text(value)} is of the preset; the file does not tell theirs"
-        for key, value in leaves({"algorithm": preset}, "")
+        for key, value in (leaves(preset, "algorithm") if preset else ())
         if key not in found.values and not key.startswith(tuple(unread))
     ]
 

@@ -192,12 +192,13 @@ def test_a_skypilot_task_prepares_on_the_first_node_and_starts_all(
     environment = task["envs"] | {
         "SKYPILOT_NUM_NODES": str(task["num_nodes"]), "SKYPILOT_NUM_GPUS_PER_NODE": gpus,
         "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8\n10.0.0.9\n10.0.0.10",
+        "SKYPILOT_TASK_ID": "sky-1",
     }  # fmt: skip
     assert set(re.findall(r"\$([A-Z]\w+)", task["run"])) <= environment.keys() | {
-        "SKYPILOT_NODE_RANK", "PATH"
+        "SKYPILOT_NODE_RANK", "PATH", "PREPARED"
     }  # fmt: skip
     # What an earlier job has left does not let a node begin before this one is prepared.
-    marker = files / "runs" / "first" / "prepared"
+    marker = files / "runs" / "first" / "prepared-sky-1"
     marker.parent.mkdir(parents=True)
     marker.touch()
     assert commands_of(files, ["bash", "-c", task["setup"]], environment) == []

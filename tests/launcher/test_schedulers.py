@@ -156,3 +156,26 @@ def test_a_job_that_slurm_starts_again_finds_its_run_folder(tmp_path: Path) -> N
         timeout=60, check=True,
     )  # fmt: skip
     assert told.stdout == f"{tmp_path}/runs/my-71\n"
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [("--modle=x", "unknown option --modle=x"), ("--gpu-memory", "--gpu-memory needs a value")],
+)
+def test_what_the_script_does_not_know_is_named(tmp_path: Path, argument: str, text: str) -> None:
+    (tmp_path / "a.toml").touch()
+    command = ["bash", EXAMPLES / "launch.sh", "a.toml", argument]
+    ended = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"launch.sh: {text}\n") and "--gpu-memory GIB" in ended.stderr
+
+
+def test_the_plan_gets_the_memory_of_the_gpu(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").touch()
+    options = ["--gpu", "b100", "--gpu-memory", "24"]
+    ended = subprocess.run(
+        ["bash", EXAMPLES / "launch.sh", "a.toml", *options],
+        cwd=tmp_path, text=True, capture_output=True, env=os.environ | {"PYTHON": "echo"},
+    )  # fmt: skip
+    first, *_ = ended.stdout.splitlines()
+    assert first.endswith(" ".join(["plan", str(tmp_path / "a.toml"), *options]))

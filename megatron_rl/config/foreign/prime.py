@@ -80,7 +80,7 @@ def _schedule(value: str, values: Values) -> dict[str, Any]:
         return {"optimizer.lr_schedule": value, "optimizer.warmup_steps": 0}
     warmup = values.get("scheduler.warmup_steps", 10)
     falls = values.get("scheduler.decay_steps", 10)
-    if value == "linear" and falls + warmup != values.get("max_steps"):
+    if _is_cut_short(value, values):
         raise NoCounterpart(
             f"constant, then a fall over the last {falls} steps; here a linear schedule falls from "
             "the warm-up to the end"
@@ -89,6 +89,18 @@ def _schedule(value: str, values: Values) -> dict[str, Any]:
         "optimizer.lr_schedule": value, "optimizer.warmup_steps": warmup,
         "optimizer.min_lr_ratio": values.get("scheduler.min_lr", 0.0) / values["optim.lr"],
     }  # fmt: skip
+
+
+def _is_cut_short(kind: str, values: Values) -> bool:
+    """Whether the rate falls linearly, and not from the end of the warm-up on."""
+    falls = values.get("scheduler.decay_steps", 10) + values.get("scheduler.warmup_steps", 10)
+    return kind == "linear" and falls != values.get("max_steps")
+
+
+def _warmup(value: int, values: Values) -> dict[str, Any]:
+    if _is_cut_short(values.get("scheduler.type", "constant"), values):
+        return {"optimizer.lr_schedule": "constant", "optimizer.warmup_steps": value}
+    return _of_schedule(value, values)
 
 
 def _of_schedule(value: Any, values: Values) -> dict[str, Any]:
@@ -224,9 +236,8 @@ RULES: dict[str, Rule] = {
     "optim.betas2": to("optimizer.beta2"),
     "optim.type": only("adamw", "AdamW trains here"),
     "scheduler.type": _schedule,
-    **dict.fromkeys(
-        (f"scheduler.{name}" for name in ("warmup_steps", "decay_steps", "min_lr")), _of_schedule
-    ),
+    "scheduler.warmup_steps": _warmup,
+    **dict.fromkeys(("scheduler.decay_steps", "scheduler.min_lr"), _of_schedule),
     "scheduler.*": "optimizer.lr_schedule and optimizer.min_lr_ratio",
     "orchestrator.optim.*": "of several runs at once; trainer.optim.lr counts in one run",
     "sampling.max_tokens": to("sampling.max_new_tokens"),

@@ -80,6 +80,8 @@ def test_later_files_win_in_one_run(tmp_path: Path) -> None:
         ('type = "cosine"', ("cosine", 10, 0.0)),
         ('type = "cosine"\nwarmup_steps = 4\nmin_lr = 2e-7', ("cosine", 4, 0.2)),
         ('type = "linear"\nwarmup_steps = 20\ndecay_steps = 80', ("linear", 20, 0.0)),
+        # The fall at the end alone has no counterpart; the warm-up has.
+        ('type = "linear"\nwarmup_steps = 20\ndecay_steps = 10', ("constant", 20, 0.1)),
     ],
 )
 def test_schedules(tmp_path: Path, scheduler: str, expected: tuple[str, int, float]) -> None:
@@ -96,3 +98,4 @@ def test_a_late_fall_and_another_algorithm_are_named(tmp_path: Path) -> None:
     assert "last 10 steps" in found.no_counterpart["trainer.scheduler.type"]
     assert "icepop" in found.no_counterpart["orchestrator.algorithms.0.id"]
     assert "algorithm.normalization.name" not in found.values
+    assert not any("{}" in line for line in found.to_check)
