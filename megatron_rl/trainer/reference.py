@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.backend import fp8
 from megatron_rl.config.tree import TrainConfig
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.types import MinibatchShare
@@ -222,6 +223,7 @@ class Teacher:
             return _by_passes(self._passes, minibatches)
         finally:
             _point(self.parameters, self._host)
+            fp8.free_codes(self._passes.policy.chunks)
 
 
 class ScoredReference:

@@ -19,6 +19,7 @@ from megatron_rl.trainer.loss_inputs import Prepared
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.reference import SwappedReference, Teacher, open_reference
 from megatron_rl.trainer.step import Trainer
+from megatron_rl.weights.folders.load import unwrap
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, make_sequences, my_share
 from tests.tiny_models import GPT_OSS, PLAIN, write_model
@@ -270,6 +271,30 @@ def reference_after_two_updates_of_a_teacher(cfg: Config) -> list[torch.Tensor]:
             trainer.gather()
         found = [k.reference_logprobs for k in trainer.prepare([share])[0]]
         return [logprobs for logprobs in found if logprobs is not None]
+
+
+def codes_left_by_a_teacher(cfg: Config) -> tuple[int, int]:
+    """How many copies in FP8 a layer of the teacher, and one of the policy, has after a pass."""
+    with open_policy(cfg) as policy:
+        trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 2)
+        assert isinstance(trainer.reference, Teacher)
+        chunks = (trainer.reference._passes.policy.chunks[0], policy.chunks[0])
+        layers = [unwrap(chunk).decoder.layers[0].mlp.linear_fc1 for chunk in chunks]
+        for layer in layers:
+            # Where TransformerEngine keeps them.
+            layer._fp8_workspaces = {"weight": torch.empty(1)}
+        trainer.prepare([my_share(1000)])
+        of_teacher, of_policy = (len(layer._fp8_workspaces) for layer in layers)
+        return of_teacher, of_policy
+
+
+def test_a_teacher_leaves_no_codes_of_its_weights(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """What TransformerEngine itself does: tests/gpu/test_backend_cuda.py."""
+    write_model(tmp_path, vocab_size=VOCAB, **OTHER_SIZES)
+    cfg = load(folders[0], str(tmp_path))
+    assert run_ranks(codes_left_by_a_teacher, 1, cfg) == [(0, 1)]
 
 
 TEMPERATURE = 0.8
