@@ -7,6 +7,7 @@ before (delayed), from its own maximum (tensorwise), or from those of its blocks
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_rl.config.errors import InputError
@@ -80,6 +81,19 @@ def round_to_fp8(parameters: Iterable[Tensor]) -> None:
         value = _initial_value(parameter)
         if value is not parameter:
             parameter.copy_(value.to(parameter.device))
+
+
+def free_codes(chunks: Iterable[torch.nn.Module]) -> None:
+    """Free the FP8 copies of weights that layers keep; a layer's next pass makes them again.
+
+    For a model that leaves the device: TransformerEngine 2.12 keeps the copies from one microbatch
+    to the next, and never frees them itself (module/base.py: get_weight_workspace).
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            codes = getattr(module, "_fp8_workspaces", None)
+            if codes is not None:
+                codes.clear()
 
 
 def _initial_value(parameter: Tensor) -> Tensor:

@@ -28,8 +28,15 @@ BOOTSTRAP = "gloo"
 """By which the ranks find each other: NCCL would keep further communicators on the device."""
 
 
-def check_shape(hidden: int, positions: int) -> None:
+def check_shape(hidden: int, positions: int, *, has_latent_attention: bool) -> None:
     """Raise InputError for a model and microbatches that the buffers do not take."""
+    if has_latent_attention:
+        # megatron-core 0.16.1, extensions/transformer_engine.py:536: the first down projection
+        # turns the overlap off in the config that all layers behind it share.
+        raise InputError(
+            "expert.parallel.overlap_tensor=true with latent attention (DeepSeek): Megatron-Core "
+            "would turn it off for nearly all layers; nearest possible: false"
+        )
     if hidden % HIDDEN_MULTIPLE:
         raise InputError(
             f"expert.parallel.overlap_tensor=true needs a hidden size that {HIDDEN_MULTIPLE} "
@@ -72,14 +79,15 @@ def transformer_fields(parallel: ParallelConfig) -> dict[str, Any]:
     return {"tp_comm_overlap": parallel.overlap_tensor}
 
 
-def check(cfg: Config, hidden: int, *, has_engine: bool) -> None:
+def check(cfg: Config, hidden: int, *, has_latent_attention: bool, has_engine: bool) -> None:
     """Raise InputError where the configuration asks for an overlap that cannot be.
 
     hidden: size. has_engine: as for `check_host`.
     """
     if cfg.parallel.overlap_tensor:
         check_host(has_engine=has_engine)
-        check_shape(hidden, cfg.train.microbatch_tokens)
+        positions = cfg.train.microbatch_tokens
+        check_shape(hidden, positions, has_latent_attention=has_latent_attention)
 
 
 @contextmanager

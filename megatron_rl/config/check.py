@@ -1,7 +1,6 @@
 """Table of refused combinations of sections: conditions and texts.
 
-Loading a tree checks all rows. Sections check their own keys; the preflight checks files and the
-machine.
+Loading a tree checks all rows. Sections check their own keys, the preflight files and machines.
 """
 
 from collections.abc import Callable
@@ -31,7 +30,6 @@ def refusals(config: Config) -> list[str]:
 
 def _facts(config: Config) -> dict[str, Any]:
     """Values for the texts that are not keys."""
-    sets = [one.name for one in config.eval.sets]
     ranks = config.parallel.world_size
     return {
         "ranks": ranks,
@@ -41,7 +39,7 @@ def _facts(config: Config) -> dict[str, Any]:
         "score_s": 1.5 * config.verifier.answer_within_s,
         "program_s": config.reward.longest_program_s,
         "buffer_steps": config.replay.steps_in_buffer(max(1, config.sampled_groups)),
-        "sets": ", ".join(sets) or "there are none",
+        "sets": ", ".join(one.name for one in config.eval.sets) or "there are none",
         "offloaded": "optimizer" if config.optimizer.offload else "sft.optimizer",
     }
 
@@ -161,9 +159,7 @@ REFUSALS = (
         "generator.tensor_parallel={generator.tensor_parallel}: generator.engine='vllm' has one "
         "rank; set it to 1 and generator.replicas higher, or use 'sglang'",
     ),
-    _hf_refusal("top_p", 1.0),
-    _hf_refusal("top_k", 0),
-    _hf_refusal("min_p", 0.0),
+    *(_hf_refusal(key, off) for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0))),
     Refusal(
         lambda c: c.generator.engine == "vllm" and bool(c.sampling.stop),
         "generator.engine='vllm' knows no sampling.stop (given: {sampling.stop}): leave it out, or "
@@ -279,6 +275,11 @@ REFUSALS = (
     Refusal(
         lambda c: _offloads(c) and not c.parallel.distributed_optimizer,
         "{offloaded}.offload=true needs parallel.distributed_optimizer=true: set it",
+    ),
+    Refusal(
+        # megatron-core 0.16.1, hybrid_optimizer.py:373: a resume looks for a master of each.
+        lambda c: _offloads(c) and c.model.dtype != "bfloat16",
+        "{offloaded}.offload=true needs model.dtype='bfloat16', or no run could resume: set it",
     ),
     Refusal(
         lambda c: _offloads(c) and c.model.fp8_parameters,

@@ -149,7 +149,7 @@ class OptimizerConfig(Section):
     """Global gradient norm limit."""
     offload: bool = False
     """Keep and update masters and moments in host memory; GPU only, needs
-    parallel.distributed_optimizer."""
+    parallel.distributed_optimizer and model.dtype bfloat16."""
     skip_grad_norm: float = Field(default=0.0, ge=0)
     """Skip the optimizer step when the gradient norm before clipping exceeds this value; 0:
     never skip."""

@@ -97,7 +97,8 @@ def check_model(config: Config) -> None:
             f"train.router_replay = true, but {config.model.path} has no experts: set it to false"
         )
     if config.parallel.overlap_tensor:
-        check_shape(shape.hidden, config.train.microbatch_tokens)
+        positions, is_latent = config.train.microbatch_tokens, shape.kv_rank > 0
+        check_shape(shape.hidden, positions, has_latent_attention=is_latent)
 
 
 def check_positions(config: Config) -> None:

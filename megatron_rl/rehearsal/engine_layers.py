@@ -28,7 +28,7 @@ class _Layer(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._held: dict[str, Codes] = {}
+        self._fp8_workspaces: dict[str, Codes] = {}
         """Of weights, by name, from one microbatch to the next."""
         self._maxima: Maxima | None = None
         self.save_original_input = False
@@ -49,8 +49,8 @@ class _Layer(torch.nn.Module):
         """Codes of a weight, which stay."""
         assert is_first is not None, "codes of weights are cached"
         with observed.in_purpose("codes of weights"):
-            found = self._held[name] = quantized_weight(
-                self._held.get(name),
+            found = self._fp8_workspaces[name] = quantized_weight(
+                self._fp8_workspaces.get(name),
                 weight,
                 FP8GlobalStateManager.get_fp8_recipe(),
                 with_columns=columns,

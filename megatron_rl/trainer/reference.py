@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.backend import fp8
 from megatron_rl.config.tree import TrainConfig
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.types import MinibatchShare
@@ -98,6 +99,7 @@ class SwappedReference:
     def __init__(self, policy: Policy, dtype: torch.dtype | None = None) -> None:
         """The weights that the policy has now. dtype: to keep them in; None: the policy's."""
         self.hidden = policy.shape.hidden
+        self._chunks = policy.chunks
         self._parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
         self._backend = policy.backend
         self._own = [self._backend.host_copy(p) for p in self._parameters]
@@ -155,16 +157,30 @@ class EmaReference(SwappedReference):
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """The policy's parameters are the average's own tensors inside, to save and load them.
+        """The policy's modules hold the average as their parameters inside, to save and load it.
 
-        The tensors keep dtype and device: the average is not rounded to the model's dtype.
+        The average is not rounded to the model's dtype. The policy's own parameters are put aside:
+        torch drops the hooks of a parameter whose `data` changes dtype or device, and Megatron
+        collects gradients by these hooks (megatron-core 0.16.1, distributed_data_parallel.py:341).
         """
-        own = [parameter.data for parameter in self._parameters]
-        _point(self._parameters, self._weights)
+        averages = {
+            parameter: torch.nn.Parameter(weight, requires_grad=False)
+            for parameter, weight in zip(self._parameters, self._weights, strict=True)
+        }
+        own = [
+            (module._parameters, name, parameter)
+            for chunk in self._chunks
+            for module in chunk.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        for held, name, parameter in own:
+            held[name] = averages[parameter]
         try:
             yield
         finally:
-            _point(self._parameters, own)
+            for held, name, parameter in own:
+                held[name] = parameter
 
 
 class Teacher:
@@ -207,6 +223,7 @@ class Teacher:
             return _by_passes(self._passes, minibatches)
         finally:
             _point(self.parameters, self._host)
+            fp8.free_codes(self._passes.policy.chunks)
 
 
 class ScoredReference:
@@ -272,6 +289,8 @@ def _by_passes(passes: Passes, minibatches: Sequence[MinibatchShare]) -> list[li
 
 
 def _point(parameters: list[Tensor], tensors: list[Tensor]) -> None:
+    """Give frozen parameters other memory; one that is trained would lose its hooks."""
+    assert not any(parameter.requires_grad for parameter in parameters)
     for parameter, tensor in zip(parameters, tensors, strict=True):
         parameter.data = tensor
 

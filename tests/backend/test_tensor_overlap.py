@@ -5,6 +5,7 @@ The buffers themselves: tests/gpu/test_tensor_overlap_cuda.py.
 
 import importlib.util
 import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.transformer import multi_latent_attention
 
 from megatron_rl.backend.device import select_backend
 from megatron_rl.backend.tensor_overlap import (
@@ -92,8 +94,19 @@ def test_shapes_that_buffers_do_not_take_are_refused(
     hidden: int, positions: int, words: str
 ) -> None:
     with pytest.raises(InputError, match=words):
-        check_shape(hidden, positions)
-    check_shape(16384, 131071)
+        check_shape(hidden, positions, has_latent_attention=False)
+    check_shape(16384, 131071, has_latent_attention=False)
+
+
+def test_latent_attention_whose_first_layer_would_turn_the_overlap_off_is_refused() -> None:
+    with pytest.raises(InputError, match="latent attention .*; nearest possible: false"):
+        check_shape(16384, 1024, has_latent_attention=True)
+    source = inspect.getsource(multi_latent_attention)
+    names = set(re.findall(r"tp_comm_buffer_name=['\"](\w+)['\"]", source))
+    # Were these names known, nothing would have to be refused.
+    assert {"q_down_proj", "kv_down_proj"} <= names
+    named = extensions().split('not in ["qkv", "proj", "fc1", "fc2"]\n', 1)[1]
+    assert named.split("\n")[1].strip() == "self.config.tp_comm_overlap = False"
 
 
 def test_layers_of_another_kind_are_refused() -> None:

@@ -29,6 +29,14 @@ SHARDED = "parallel.distributed_optimizer=true"
         ),
         ("optimizer.offload=true", "optimizer.offload=true needs parallel.distributed_optimizer"),
         (
+            f"{SHARDED} optimizer.offload=true model.dtype=float32",
+            "optimizer.offload=true needs model.dtype='bfloat16', or no run could resume: set it",
+        ),
+        (
+            f"{SHARDED} sft.optimizer.offload=true model.dtype=float32",
+            "sft.optimizer.offload=true needs model.dtype='bfloat16'",
+        ),
+        (
             f"{SHARDED} model.fp8=blockwise expert.model.fp8_parameters=true model.megatron_path=m",
             "model.megatron_path does not fill",
         ),

@@ -156,8 +156,13 @@ def test_a_reference_in_the_policys_place_changes_no_step(model_folder: Path) ->
         torch.testing.assert_close(later, logprobs[0], rtol=0, atol=1e-3)
 
 
-def divergences_from_teacher(overrides: list[str], folder: str) -> tuple[list[float], set[str]]:
-    """Mean KL to it at each step of distillation, and where its weights are between passes."""
+def divergences_from_teacher(
+    overrides: list[str], folder: str
+) -> tuple[list[float], set[str], tuple[int, int]]:
+    """Mean KL to it at each step of distillation, and where its weights are between passes.
+
+    Also how many weights of the policy and of the teacher have copies in FP8 in the end.
+    """
     from megatron_rl.algorithms.objective import find_objective
     from megatron_rl.trainer.model.policy import open_policy
     from megatron_rl.trainer.step import Trainer
@@ -175,17 +180,26 @@ def divergences_from_teacher(overrides: list[str], folder: str) -> tuple[list[fl
             trainer.gather()
             metric = next(m for m in metrics if m.name == "train/reference_kl")
             found.append(metric.value / metric.count)
-        return found, {p.device.type for p in trainer.reference.parameters}
+        copied = [
+            sum(len(getattr(m, "_fp8_workspaces", ())) for c in chunks for m in c.modules())
+            for chunks in (policy.chunks, trainer.reference._passes.policy.chunks)
+        ]
+        devices = {p.device.type for p in trainer.reference.parameters}
+        return found, devices, (copied[0], copied[1])
 
 
+@pytest.mark.parametrize("fp8", ["none", pytest.param("tensorwise", marks=needs_engine)])
 def test_a_teacher_is_on_the_device_for_its_pass_alone_and_draws_the_policy(
-    model_folder: Path, tmp_path: Path
+    model_folder: Path, tmp_path: Path, fp8: str
 ) -> None:
     sizes = {"vocab_size": 512, "num_hidden_layers": 2, "hidden_size": 128}
     write_model(tmp_path, initializer_range=0.2, **sizes)
-    common = [f"model.path={model_folder}", "model.dtype=bfloat16"]
-    found, devices = run_ranks(divergences_from_teacher, 1, common, str(tmp_path), timeout_s=300)[0]
+    common = [f"model.path={model_folder}", "model.dtype=bfloat16", f"model.fp8={fp8}"]
+    found, devices, (of_policy, of_teacher) = run_ranks(
+        divergences_from_teacher, 1, common, str(tmp_path), timeout_s=300
+    )[0]
     assert devices == {"cpu"}
+    assert of_teacher == 0 and (of_policy > 0) == (fp8 != "none")
     assert found[-1] < found[0]
 
 

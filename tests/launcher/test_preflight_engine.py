@@ -162,9 +162,7 @@ def test_other_engines_take_no_weights_of_a_wrapped_text_model(tmp_path: Path, e
         model_checks.check_model(config)
 
 
-def test_a_hidden_size_that_overlapped_tensor_ranks_cannot_reduce_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_models_that_overlapped_tensor_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     write_policy(tmp_path, **sizes)
     overlapped = [
@@ -178,6 +176,9 @@ def test_a_hidden_size_that_overlapped_tensor_ranks_cannot_reduce_is_refused(
         model_checks.check_model(config)
     write_policy(tmp_path, **sizes | {"hidden_size": 128})
     model_checks.check_model(config)
+    write_model(tmp_path, family="DeepseekV3", is_tied=False, seed=0)
+    with pytest.raises(InputError, match="overlap_tensor=true with latent attention"):
+        model_checks.check_model(config)
 
 
 def test_sglangs_cpu_mode_knows_no_experts_of_other_ranks() -> None:

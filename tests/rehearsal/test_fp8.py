@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_rl.backend.fp8 import free_codes
 from megatron_rl.rehearsal import observed
 from megatron_rl.rehearsal.device import DEVICE
 from megatron_rl.rehearsal.engine_fp8 import (
@@ -153,6 +154,27 @@ def test_weights_are_quantised_once_for_all_microbatches(tracer: Tracer) -> None
         layer(given, is_first_microbatch=True)
     # No backward pass needs the transposed codes.
     assert sizes[0] - tracer.memory.current == OUT * WIDTH
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_model_that_leaves_the_device_takes_the_codes_of_its_weights_along(
+    tracer: Tracer, recipe: str
+) -> None:
+    sizes = {"num_gemms": 2, "in_features": WIDTH, "out_features": OUT, "bias": False}
+    experts = GroupedLinear(**sizes, params_dtype=torch.bfloat16, device="meta")
+    norm = torch.nn.LayerNorm(WIDTH, device="meta")
+    model, given = torch.nn.ModuleList([layer_of(Linear), experts, norm]), inputs_of()
+    # By rows alone, as there is no backward pass; blocks have three rows of four scales.
+    codes = OUT * WIDTH + 4 * (3 * 4 if recipe == "blockwise" else 1)
+    before = tracer.memory.current
+    for _ in range(2):
+        with torch.no_grad():
+            forward(model[0], given, RECIPES[recipe])
+            forward(model[1], given, RECIPES[recipe], [16, 240])
+        # Experts have maxima of two products.
+        assert tracer.memory.current - before == 3 * codes + 3 * MAXIMA[recipe]
+        free_codes([model])
+        assert tracer.memory.current - before == 3 * MAXIMA[recipe]
 
 
 GATHERED = {

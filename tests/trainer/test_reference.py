@@ -1,6 +1,8 @@
 """The reference policy's logprobs are those of its weights, and the policy keeps its own."""
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +13,16 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import MinibatchShare
+from megatron_rl.trainer.checkpoint.background_save import BackgroundSave, SavePlans
+from megatron_rl.trainer.checkpoint.trainer_state import restore, sharded_state
 from megatron_rl.trainer.loss_inputs import Prepared
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.reference import SwappedReference, Teacher, open_reference
 from megatron_rl.trainer.step import Trainer
+from megatron_rl.weights.folders.load import unwrap
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, make_sequences, my_share
-from tests.tiny_models import PLAIN, write_model
+from tests.tiny_models import GPT_OSS, PLAIN, write_model
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +130,73 @@ def test_a_moving_average_follows_the_weights(folders: tuple[Path, Path]) -> Non
         torch.testing.assert_close(mean, expected, rtol=1e-6, atol=1e-7)
 
 
+def save(trainer: Trainer, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    saving = BackgroundSave(sharded_state(trainer, 1), folder, SavePlans())
+    assert saving.wait(time.monotonic() + 100)
+    saving.finalize()
+
+
+def gradients_of_second_step(cfg: Config, folder: Path, way: str) -> dict[str, torch.Tensor]:
+    """Of each parameter on this rank. way: whether the run saves before it, or resumes there."""
+    with open_policy(cfg) as policy:
+        trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 5)
+        if way == "resumes":
+            restore(trainer, folder)
+        else:
+            share = my_share(30)
+            trainer.update(share, version=0, prepared=trainer.prepare([share])[0])
+        if way == "saves":
+            save(trainer, folder)
+        share = my_share(30, seed=12)
+        trainer.accumulate(share, version=1, prepared=trainer.prepare([share])[0])
+        return {
+            name: parameter.main_grad.to("cpu", copy=True)
+            for number, chunk in enumerate(policy.chunks)
+            for name, parameter in chunk.named_parameters(prefix=f"{number}")
+        }
+
+
+def average_config(model: Path, *overrides: str) -> Config:
+    """In bfloat16, where the average has another dtype than the policy."""
+    given = ["model.dtype=bfloat16", "train.deterministic=true", "algorithm.reference.decay=0.5"]
+    given += [f"algorithm.kl.{each}" for each in ("placement=loss", "coefficient=0.5")]
+    return load(model, "ema", *given, *overrides)
+
+
+def check_second_step(cfg: Config, folder: Path) -> None:
+    """Its gradients are those of a run that neither saved nor resumed."""
+    expected, *others = (
+        run_ranks(gradients_of_second_step, cfg.parallel.world_size, cfg, folder, way)
+        for way in ("does neither", "saves", "resumes")
+    )
+    assert all(gradient.any() for rank in expected for gradient in rank.values())
+    for found in others:
+        for rank, rank_expected in zip(found, expected, strict=True):
+            assert rank.keys() == rank_expected.keys()
+            differing = [n for n in rank if not torch.equal(rank[n], rank_expected[n])]
+            assert not differing
+
+
+SHARDED = "parallel.data=2 parallel.distributed_optimizer=true parallel.overlap_gradients=true"
+
+
+@pytest.mark.parametrize(
+    ("split", "family", "options"),
+    [
+        ("parallel.data=1", "GptOss", GPT_OSS),
+        (SHARDED, "Qwen2", {"is_tied": True}),
+        ("parallel.pipeline=2 parallel.virtual_stages=2", "Llama", {"is_tied": True}),
+    ],
+)
+def test_a_step_after_a_checkpoint_of_the_average_has_all_gradients(
+    tmp_path: Path, split: str, family: str, options: dict[str, Any]
+) -> None:
+    write_model(tmp_path / "m", family=family, vocab_size=VOCAB, **options)
+    cfg = average_config(tmp_path / "m", *split.split())
+    check_second_step(cfg, tmp_path / "c")
+
+
 def first_weights(cfg: Config) -> list[torch.Tensor]:
     with open_policy(cfg) as policy:
         return SwappedReference(policy)._weights
@@ -199,6 +271,30 @@ def reference_after_two_updates_of_a_teacher(cfg: Config) -> list[torch.Tensor]:
             trainer.gather()
         found = [k.reference_logprobs for k in trainer.prepare([share])[0]]
         return [logprobs for logprobs in found if logprobs is not None]
+
+
+def codes_left_by_a_teacher(cfg: Config) -> tuple[int, int]:
+    """How many copies in FP8 a layer of the teacher, and one of the policy, has after a pass."""
+    with open_policy(cfg) as policy:
+        trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 2)
+        assert isinstance(trainer.reference, Teacher)
+        chunks = (trainer.reference._passes.policy.chunks[0], policy.chunks[0])
+        layers = [unwrap(chunk).decoder.layers[0].mlp.linear_fc1 for chunk in chunks]
+        for layer in layers:
+            # Where TransformerEngine keeps them.
+            layer._fp8_workspaces = {"weight": torch.empty(1)}
+        trainer.prepare([my_share(1000)])
+        of_teacher, of_policy = (len(layer._fp8_workspaces) for layer in layers)
+        return of_teacher, of_policy
+
+
+def test_a_teacher_leaves_no_codes_of_its_weights(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """What TransformerEngine itself does: tests/gpu/test_backend_cuda.py."""
+    write_model(tmp_path, vocab_size=VOCAB, **OTHER_SIZES)
+    cfg = load(folders[0], str(tmp_path))
+    assert run_ranks(codes_left_by_a_teacher, 1, cfg) == [(0, 1)]
 
 
 TEMPERATURE = 0.8

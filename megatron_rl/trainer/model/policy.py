@@ -151,7 +151,12 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
         backend.make_deterministic()
     backend.check_offload(cfg.optimizer)
     backend.check_offload(cfg.sft.optimizer)
-    tensor_overlap.check(cfg, shape.hidden, has_engine=backend.layers == "transformer_engine")
+    tensor_overlap.check(
+        cfg,
+        shape.hidden,
+        has_latent_attention=shape.kv_rank > 0,
+        has_engine=backend.layers == "transformer_engine",
+    )
     raise_file_limit(FILES_OF_A_RANK + 2 * cfg.parallel.world_size, "a rank of this trainer")
     backend.init_distributed(
         cfg.parallel, seed=cfg.run.seed, timeout_s=cfg.train.collective_timeout_s
