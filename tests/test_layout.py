@@ -249,6 +249,18 @@ def test_the_device_check_allows_other_lines(line: str) -> None:
     assert device_names(f'"""Prose about nccl."""\n{line}') == []
 
 
+def test_one_function_makes_consoles() -> None:
+    # rich's default writes an emoji for `:100:` in a path with a line number.
+    makers = [
+        (str(path.relative_to(ROOT)), ast.unparse(node))
+        for path in source_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "Console"
+    ]
+    place = "megatron_rl/cli/command_line/printing.py"
+    assert makers == [(place, "Console(stderr=stderr, emoji=False)")]
+
+
 def test_files_are_short() -> None:
     files = [*source_files(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "tools").rglob("*.sh")]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}

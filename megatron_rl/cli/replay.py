@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import Json, Overrides, RunFolder
-from megatron_rl.cli.command_line.printing import say
+from megatron_rl.cli.command_line.printing import say, show_table
 from megatron_rl.config.errors import InputError
 from megatron_rl.observe.deaths import until_death
 
@@ -82,7 +82,7 @@ def replay(options: ReplayOptions, console: Console) -> int:
     for old, new, differs in zip(recorded, repeated, found, strict=True):
         for name in dict.fromkeys([*(n for n in _SHOWN if n in new), *differs]):
             table.add_row(str(old["step"]), name, f"{old.get(name, '-')}", f"{new[name]}")
-    console.print(table, markup=False)
+    show_table(console, table)
     equal = sum(not one for one in found)
     say(console, f"{equal} of {len(found)} steps equal the recorded ones in all their figures")
     say(console, f"Rows and logs       {wanted.out}")
