@@ -129,14 +129,16 @@ def _needed_of(row: Row) -> Row:
 
 
 def _evaluated(rows: list[Row]) -> dict[str, Any]:
-    """Results before and after training, and of the SFT baseline."""
+    """Results of all evaluations, the latest of each label, in order."""
     evaluations = {row["label"]: row for row in rows if "eval/accuracy" in row}
+    held_out = {label: row for label, row in evaluations.items() if "." not in label}
     before, after = evaluations.get("before", {}), evaluations.get("after", {})
     baseline = evaluations.get("sft_baseline", {})
+    latest = after or before or next(reversed(held_out.values()), {})
     gain, sigmas = difference_of(_measured(baseline), _measured(after))
     return {
-        "eval_n": (after or before).get("eval/n"),
-        "eval_not_graded": (after or before).get("eval/not_graded"),
+        "eval_n": latest.get("eval/n"),
+        "eval_not_graded": latest.get("eval/not_graded"),
         "accuracy_before": before.get("eval/accuracy"),
         "accuracy_after": after.get("eval/accuracy"),
         "accuracy_se_before": before.get("eval/accuracy_se"),
@@ -146,15 +148,18 @@ def _evaluated(rows: list[Row]) -> dict[str, Any]:
         "sft_baseline": SFT_BASELINE_TEXT if baseline else None,
         "pass_at": _by_k(evaluations, PASS_AT),
         "maj_at": _by_k(evaluations, MAJ_AT),
+        "evaluations": {label: _figures(row) for label, row in held_out.items()},
         "evaluation_sets": {
-            label: {"accuracy": row["eval/accuracy"], "se": row.get("eval/accuracy_se")}
-            | {"n": row["eval/n"]}
-            for label, row in evaluations.items()
-            if "." in label
+            label: _figures(row) for label, row in evaluations.items() if label not in held_out
         },
         "rl_minus_sft_baseline": gain,
         "rl_minus_sft_baseline_standard_errors": sigmas,
     }
+
+
+def _figures(row: Row) -> dict[str, Any]:
+    accuracy, se = _measured(row)
+    return {"accuracy": accuracy, "se": se, "n": row["eval/n"]}
 
 
 def _by_k(evaluations: dict[str, Row], prefix: str) -> dict[str, dict[str, float]]:
