@@ -63,6 +63,9 @@ def replay(options: ReplayOptions, console: Console) -> int:
         options.run_dir, options.step, options.to or options.step, options.out,
         options.overrides, exports=options.export, rebuilds=options.rebuild,
     )  # fmt: skip
+    if options.overrides and wanted.trained_from < wanted.first and not options.json:
+        trained = f"steps {wanted.trained_from} to {wanted.last}, since the checkpoint"
+        say(console, f"The given keys hold for all trained steps: {trained}")
     repeated: list[dict] = []
     code = until_death(lambda: repeated.extend(run_replay(wanted)))
     if code:
@@ -75,7 +78,9 @@ def replay(options: ReplayOptions, console: Console) -> int:
             {"step": old["step"], "differences": one}
             for old, one in zip(recorded, found, strict=True)
         ]
-        tail = {"checkpoint": str(rebuilt)} if rebuilt else {}
+        tail: dict[str, object] = {"trained_from": wanted.trained_from}
+        if rebuilt:
+            tail["checkpoint"] = str(rebuilt)
         print(json.dumps({"out": str(wanted.out), "steps": tree} | tail), file=console.file)
         return 0
     table = Table("step", "metric", "recorded", "repeated", box=None, pad_edge=False)
