@@ -210,7 +210,7 @@ WEIGHT_SYNC = (
           "the trainer is the limit: fewer generators, or a larger queue.max_staleness", "count"),
     Entry("generator/tokens", "tokens of finished completions by the latest heartbeats of "
           "generators, so the sum of a run lacks its end; activity/tokens is exact", kind="count"),
-    Entry("generator/running", "completions in flight of all generators by their latest heartbeats"),
+    Entry("generator/running", "completions in flight by the latest heartbeats of all generators"),
     Entry("generator/running_max", "completions in flight of the fullest generator"),
     Entry("generator/reporting", "generators counted in the row", "peers/generators"),
     Entry("generator/turns", "replies in conversations with environments", kind="count",
