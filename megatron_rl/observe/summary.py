@@ -29,7 +29,8 @@ SFT_BASELINE_TEXT = (
     "took (counted in tokens: trained ones whole, generated ones a third), and is evaluated alike"
 )
 
-
+REWARD_STEPS = 10
+"""Steps at each end of a run over which the reward is averaged."""
 _OF_STEP = (
     "time", "source", "step", "train/loss", "train/update_s", "train/logprob_gap",
     "train/logprob_gap_tokens", "wait/batch_s", "weight_sync/s", "rollout/reward",
@@ -92,8 +93,8 @@ def summarize(given: Iterable[Row], facts: RunFacts) -> dict[str, Any]:
         "diagnosis": activity.diagnosis or None,
         **_evaluated(rows),
         "cold_start": summarize_choice(rows),
-        "reward_first10": _mean(rewards[:10]),
-        "reward_last10": _mean(rewards[-10:]),
+        "reward_first10": _mean(rewards[:REWARD_STEPS]),
+        "reward_last10": _mean(rewards[-REWARD_STEPS:]),
         "sampled_accuracy_first": facts.sampled_accuracy[0],
         "sampled_accuracy_last": facts.sampled_accuracy[1],
         "rollouts_spanning_versions": int(sum(_values(steps, "queue/rollouts_spanning_versions"))),

@@ -11,7 +11,7 @@ from megatron_rl.observe.choice import (
     difference_text,
     prompts_text,
 )
-from megatron_rl.observe.summary import RunFacts
+from megatron_rl.observe.summary import REWARD_STEPS, RunFacts
 from megatron_rl.rollout_queue.diagnosis import reasons_text
 
 _BEFORE, _AFTER, _BASELINE = "before", "after", "sft_baseline"
@@ -96,8 +96,7 @@ def _training_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
     return [
         f"RL steps            {summary['steps']}, {summary['rollouts_trained']} rollouts trained; "
         f"groups dropped: {dropped or 'none'}{_ungraded_text(summary)}",
-        f"Mean reward         first 10 steps {_number(summary['reward_first10'])}, "
-        f"last 10 steps {_number(summary['reward_last10'])}",
+        f"Mean reward         {_reward_text(summary)}",
         "Sampled accuracy    of all rollouts, zero-variance groups too: first fifth of the steps "
         f"{_number(summary.get('sampled_accuracy_first'))}, last fifth "
         f"{_number(summary.get('sampled_accuracy_last'))}",
@@ -114,6 +113,14 @@ def _training_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
         f"(TP {summary['tp']}, PP {summary['pp']}, DP {summary['dp']}), "
         f"{_number(summary['model_parameters'], 0)} parameters",
     ]
+
+
+def _reward_text(summary: dict[str, Any]) -> str:
+    steps, first = summary["steps"], _number(summary["reward_first10"])
+    if steps <= REWARD_STEPS:
+        return f"{'the only step' if steps == 1 else f'all {steps} steps'} {first}"
+    last = _number(summary["reward_last10"])
+    return f"first {REWARD_STEPS} steps {first}, last {REWARD_STEPS} steps {last}"
 
 
 def _conversation_lines(summary: dict[str, Any]) -> list[str]:
