@@ -51,10 +51,10 @@ ALLOWED: dict[str, set[str]] = {
     ENVIRONMENTS: {CONFIG, PROTOCOL, "verification"},
     "generation": {CONFIG, PROTOCOL, CPU_SGLANG, LAYOUT, EXCHANGE, ENVIRONMENTS},
     "megatron_rl/analysis": {CONFIG, PROTOCOL, LAYOUT, FOLDERS},
-    PLAN: {CONFIG, LAYOUT},
+    PLAN: {CONFIG, LAYOUT, COMMAND_LINE},
     REHEARSAL: {
         CONFIG, PROTOCOL, ALGORITHMS, BACKEND, LAYOUT, EXCHANGE, WEIGHT_SYNC, MODEL, TRAINER, PLAN,
-        "generation",
+        "generation", COMMAND_LINE,
     },
     "megatron_rl/simulation": {CONFIG, PROTOCOL, ALGORITHMS, LAYOUT, DATA, QUEUE, PLAN},
     "megatron_rl/curation": {CONFIG, PROTOCOL, DATA, TRAINER, "verification"},

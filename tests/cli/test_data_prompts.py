@@ -387,17 +387,3 @@ def test_tasks_of_a_users_own_come_with_their_configuration(
     assert "--- other:1 (" in capsys.readouterr().out
     with pytest.raises(InputError, match="give a file of prompts, or --config FILE"):
         check(CheckOptions(None, []), Console(file=io.StringIO()))
-
-
-def test_a_prompt_and_a_line_number_are_printed_exactly(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    question = "sort :fire: 12 :100: [bold]now[/bold]"
-    lines = [{"question": f"{number}+1?", "answer": str(number + 1)} for number in range(98)]
-    lines = [{"question": question, "answer": "12"}, *lines]
-    path = write(tmp_path / "p.jsonl", *lines, "{bad json")
-    assert cli.main(["data", "check", str(path)]) == 1
-    assert f"no_json: {path}:100: " in capsys.readouterr().out
-    write(path, *lines)
-    assert cli.main(["data", "show", str(path), "--rows", "1"]) == 0
-    assert f"[user] {question}" in capsys.readouterr().out.splitlines()
