@@ -51,10 +51,10 @@ ALLOWED: dict[str, set[str]] = {
     ENVIRONMENTS: {CONFIG, PROTOCOL, "verification"},
     "generation": {CONFIG, PROTOCOL, CPU_SGLANG, LAYOUT, EXCHANGE, ENVIRONMENTS},
     "megatron_rl/analysis": {CONFIG, PROTOCOL, LAYOUT, FOLDERS},
-    PLAN: {CONFIG, LAYOUT},
+    PLAN: {CONFIG, LAYOUT, COMMAND_LINE},
     REHEARSAL: {
         CONFIG, PROTOCOL, ALGORITHMS, BACKEND, LAYOUT, EXCHANGE, WEIGHT_SYNC, MODEL, TRAINER, PLAN,
-        "generation",
+        "generation", COMMAND_LINE,
     },
     "megatron_rl/simulation": {CONFIG, PROTOCOL, ALGORITHMS, LAYOUT, DATA, QUEUE, PLAN},
     "megatron_rl/curation": {CONFIG, PROTOCOL, DATA, TRAINER, "verification"},
@@ -247,6 +247,18 @@ def test_the_device_check_finds_violations(line: str) -> None:
 )
 def test_the_device_check_allows_other_lines(line: str) -> None:
     assert device_names(f'"""Prose about nccl."""\n{line}') == []
+
+
+def test_one_function_makes_consoles() -> None:
+    # rich's default writes an emoji for `:100:` in a path with a line number.
+    makers = [
+        (str(path.relative_to(ROOT)), ast.unparse(node))
+        for path in source_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "Console"
+    ]
+    place = "megatron_rl/cli/command_line/printing.py"
+    assert makers == [(place, "Console(stderr=stderr, emoji=False)")]
 
 
 def test_files_are_short() -> None:

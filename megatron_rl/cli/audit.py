@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import Json, RunFolder
-from megatron_rl.cli.command_line.printing import printable, progress, say
+from megatron_rl.cli.command_line.printing import open_console, printable, progress, say, show_table
 from megatron_rl.observe.audit import Findings, audit_records
 
 
@@ -25,7 +25,7 @@ class AuditOptions:
 @command("audit", "Check a run's records for consistency.")
 def audit(options: AuditOptions, console: Console) -> int:
     """Exit code: 0 (all holds), 1, 2 (bad input)."""
-    with progress(Console(stderr=True), "files of rollouts") as report:
+    with progress(open_console(stderr=True), "files of rollouts") as report:
         findings = audit_records(options.run_dir, report)
     found: dict[str, object] = {}
     if options.model:
@@ -48,7 +48,7 @@ def _print(findings: Findings, found: dict[str, object], console: Console) -> No
     table = Table("rule", "looked at", "broken", box=None, pad_edge=False)
     for name, rule in findings.rules.items():
         table.add_row(name, str(rule.looked_at), str(rule.broken))
-    console.print(table, markup=False)
+    show_table(console, table)
     lines = [f"broken: {name}: {text}" for name, rule in findings.rules.items()
              for text in rule.examples]  # fmt: skip
     lines += [f"not looked at: {text}" for text in findings.skipped]

@@ -19,7 +19,7 @@ from megatron_rl.cli.command_line.parameters import (
     complete_key,
     complete_override,
 )
-from megatron_rl.cli.command_line.printing import say
+from megatron_rl.cli.command_line.printing import say, show_table
 from megatron_rl.config.aliases import meant, nearest
 from megatron_rl.config.errors import ConfigError, InputError
 from megatron_rl.config.expert import public_key
@@ -134,7 +134,7 @@ def show(options: ShowOptions, console: Console) -> int:
     table = _table("value", "from")
     for key, value, origin in rows:
         table.add_row(Text(key), Text(_shown(value)), Text(_near(origin), style="dim"))
-    console.print(table)
+    show_table(console, table)
     return 0
 
 
@@ -180,7 +180,7 @@ def diff(options: DiffOptions, console: Console) -> int:
     for key in differing:
         table.add_row(Text(key), Text(_shown(first.get(key))), Text(_shown(second.get(key))))
     if differing:
-        console.print(table)
+        show_table(console, table)
     else:
         console.print("no difference")
     return 1 if differing else 0
@@ -280,7 +280,7 @@ def list_shipped(options: NoOptions, console: Console) -> int:
     for name, path in shipped().items():
         needs = "nothing" if name == "tiny" else ", ".join(_needs(path)) or "nothing"
         table.add_row(name, Text(needs), _headline(path.read_text().splitlines()))
-    console.print(table)
+    show_table(console, table)
     return 0
 
 

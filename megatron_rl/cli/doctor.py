@@ -35,7 +35,7 @@ from megatron_rl.backend.fabric import check_fabric, find_plugin, find_ports, lo
 from megatron_rl.backend.gpu_host import check_host
 from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import Json, complete_run_folder
-from megatron_rl.cli.command_line.printing import say
+from megatron_rl.cli.command_line.printing import say, show_table
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
@@ -122,7 +122,7 @@ def list_listening(run_dir: Path, console: Console, *, as_json: bool = False) ->
         mark = "!!" if one.is_open else "other address" if one.is_elsewhere else "ok"
         place = f"{one.kind} {one.address}" + (f":{one.port}" if one.port else "")
         table.add_row(mark, one.role, str(one.pid), Text(place), one.what, one.needs)
-    console.print(table)
+    show_table(console, table)
     if open_ones:
         say(
             console,
@@ -169,7 +169,7 @@ def examine(console: Console) -> int:
     for is_good, what, found in checks:
         # Text: what was found may hold brackets, which are no markup.
         table.add_row(_MARKS[is_good], what, Text(found))
-    console.print(table)
+    show_table(console, table)
     lacking = [what for is_good, what, _ in checks if is_good is False]
     text = "Nothing is missing."
     if limited := [what for is_good, what, _ in checks if is_good is LIMITED]:

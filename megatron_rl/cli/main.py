@@ -9,10 +9,10 @@ import logging
 import sys
 
 import typer
-from rich.console import Console
 from typer.main import get_command
 
 from megatron_rl.cli.command_line.command import PROGRAM, Entry, lazy_app
+from megatron_rl.cli.command_line.printing import open_console
 
 _RUNS, _DATA, _LOOK, _PLAN = "Run", "Models and data", "Look at runs", "Plan and check"
 COMMANDS = tuple(
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = get_command(lazy_app(_HELP, COMMANDS, add_completion=True))
     try:
         return commands.main(
-            arguments, prog_name=PROGRAM, standalone_mode=False, obj={"console": Console()}
+            arguments, prog_name=PROGRAM, standalone_mode=False, obj={"console": open_console()}
         )
     except typer.TyperException as error:
         _say_what_is_wrong(error)

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.console import Console
 
@@ -10,8 +11,9 @@ from megatron_rl.cli.command_line.parameters import Overrides, RunFolder
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_run, override
-from megatron_rl.observe.exporters.exporter import Exporter, destinations
+from megatron_rl.observe.exporters.exporter import Exporter, destinations, written_folders
 from megatron_rl.observe.metrics_table import markdown
+from megatron_rl.protocol.whole_file import check_writable
 
 group(__name__, "What metrics mean; metrics of a run for other programs.")
 
@@ -45,6 +47,8 @@ class ExportOptions:
     overrides: Overrides = field(default_factory=list)
     follow: bool = False
     """Also pass on new rows, until Ctrl-C."""
+    out: Path | None = None
+    """Folder for the files of TensorBoard and W&B; default: the run's folder."""
 
 
 @command("export", "Pass on the metrics of a run, finished or not.")
@@ -56,8 +60,11 @@ def export(options: ExportOptions, console: Console) -> int:
             "nothing is to be exported: give metrics.tensorboard=true, metrics.wandb=offline or "
             "metrics.prometheus_port=9400"
         )
-    with Exporter(config) as exporter:
-        where = " and ".join(destinations(config))
+    out = options.out or config.run.dir
+    for folder in written_folders(config, out):
+        check_writable(folder, "give --out FOLDER elsewhere")
+    with Exporter(config, out) as exporter:
+        where = " and ".join(destinations(config, out))
         say(console, f"{exporter.passed_on:,} rows of {options.run_dir} passed on to {where}")
         if options.follow:
             say(console, "new rows follow until Ctrl-C")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.cli.command_line.printing import show_table
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.plan.communicators import (
@@ -86,7 +87,7 @@ def plan_weights(config: Config, console: Console) -> None:
     if found.communicators is not None:
         for name, value in _communicator_rows(found.communicators):
             table.add_row(name, value)
-    console.print(table, markup=False)
+    show_table(console, table)
     if len(found.sent) <= SHOWN_RANKS:
         for rank, size in enumerate(found.sent):
             console.print(f"trainer rank {rank} sends {_megabytes(size)}", highlight=False)

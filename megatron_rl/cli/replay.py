@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import Json, Overrides, RunFolder
-from megatron_rl.cli.command_line.printing import say
+from megatron_rl.cli.command_line.printing import say, show_table
 from megatron_rl.config.errors import InputError
 from megatron_rl.observe.deaths import until_death
 
@@ -63,6 +63,9 @@ def replay(options: ReplayOptions, console: Console) -> int:
         options.run_dir, options.step, options.to or options.step, options.out,
         options.overrides, exports=options.export, rebuilds=options.rebuild,
     )  # fmt: skip
+    if options.overrides and wanted.trained_from < wanted.first and not options.json:
+        trained = f"steps {wanted.trained_from} to {wanted.last}, since the checkpoint"
+        say(console, f"The given keys hold for all trained steps: {trained}")
     repeated: list[dict] = []
     code = until_death(lambda: repeated.extend(run_replay(wanted)))
     if code:
@@ -75,14 +78,16 @@ def replay(options: ReplayOptions, console: Console) -> int:
             {"step": old["step"], "differences": one}
             for old, one in zip(recorded, found, strict=True)
         ]
-        tail = {"checkpoint": str(rebuilt)} if rebuilt else {}
+        tail: dict[str, object] = {"trained_from": wanted.trained_from}
+        if rebuilt:
+            tail["checkpoint"] = str(rebuilt)
         print(json.dumps({"out": str(wanted.out), "steps": tree} | tail), file=console.file)
         return 0
     table = Table("step", "metric", "recorded", "repeated", box=None, pad_edge=False)
     for old, new, differs in zip(recorded, repeated, found, strict=True):
         for name in dict.fromkeys([*(n for n in _SHOWN if n in new), *differs]):
             table.add_row(str(old["step"]), name, f"{old.get(name, '-')}", f"{new[name]}")
-    console.print(table, markup=False)
+    show_table(console, table)
     equal = sum(not one for one in found)
     say(console, f"{equal} of {len(found)} steps equal the recorded ones in all their figures")
     say(console, f"Rows and logs       {wanted.out}")

@@ -22,7 +22,14 @@ from megatron_rl.cli.command_line.parameters import (
     Overrides,
     check_above_zero,
 )
-from megatron_rl.cli.command_line.printing import check_plots, counted, progress, say
+from megatron_rl.cli.command_line.printing import (
+    check_plots,
+    counted,
+    open_console,
+    progress,
+    say,
+    show_table,
+)
 from megatron_rl.cli.plan import load_sizes
 from megatron_rl.cli.run import KEYS_HELP
 from megatron_rl.config.errors import InputError
@@ -144,7 +151,7 @@ def simulate(options: SimulateOptions, console: Console) -> int:
     span = Span(options.steps, options.warm_up)
     pairs = list(zip(variants, models, strict=True))
     # With --json, stdout has nothing else.
-    with progress(Console(stderr=True) if options.json else console, "settings") as report:
+    with progress(open_console(stderr=True) if options.json else console, "settings") as report:
         outcomes = [
             Cluster(v.config, model, workload, _grained(span, v.config, model, workload)).run()
             for v, model in counted(pairs, len(pairs), report)
@@ -227,7 +234,7 @@ def _fits(
         raise InputError(f"the configuration does not work: {'; '.join(problems)}")
     if problems:
         text = f"left out: {variant.name}: {'; '.join(problems)}"
-        say(Console(stderr=True), text)
+        say(open_console(stderr=True), text)
     return not problems
 
 
@@ -235,7 +242,7 @@ def _warn(variants: Sequence[Variant], doubts: Sequence[str]) -> None:
     for variant, doubt in zip(variants, doubts, strict=True):
         if doubt:
             text = f"warning: {variant.name}: {doubt}"
-            say(Console(stderr=True), text)
+            say(open_console(stderr=True), text)
 
 
 def _grained(span: Span, config: Config, model: ClusterModel, workload: Workload) -> Span:
@@ -267,7 +274,7 @@ def _show(
         )  # fmt: skip
         say(console, json.dumps(tree))
         return
-    console.print(_table(variants, outcomes), markup=False)
+    show_table(console, _table(variants, outcomes))
     label = "best split" if "split" in variants[best].values else "best"
     if len(variants) > 1:
         say(console, f"{label}: {variants[best].name}")

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import Overrides
-from megatron_rl.cli.command_line.printing import say
+from megatron_rl.cli.command_line.printing import open_console, say
 from megatron_rl.config.errors import InputError
 from megatron_rl.launcher import model_checks, preflight
 from megatron_rl.launcher.hub_models import pin_models
@@ -122,7 +122,7 @@ def _say_what_it_would_refuse(plan: Plan, console: Console) -> None:
     try:
         _check_runs(_left(plan))
     except InputError as error:
-        say(Console(stderr=True), f"warning: on this host {error}")
+        say(open_console(stderr=True), f"warning: on this host {error}")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 
 from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import Json, OneConfig, Overrides
-from megatron_rl.cli.command_line.printing import printable
+from megatron_rl.cli.command_line.printing import printable, show_table
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import config_path as path_of
@@ -160,7 +160,7 @@ def _print_reasons(
         share = f"{100 * row.count / len(records):.1f} %"
         cells = (row.reason, str(row.count), share, f"{row.reward:.3f}")
         table.add_row(*cells, _short(_answer_of(row.answer)), _short(row.reference))
-    console.print(table, markup=False)
+    show_table(console, table)
 
 
 def _print_changes(
@@ -177,7 +177,7 @@ def _print_changes(
     table = Table(*reasons, "completions")
     for (before, now), count in sorted(changed.items(), key=lambda item: -item[1]):
         table.add_row(before, now, str(count))
-    console.print(table, markup=False)
+    show_table(console, table)
 
 
 def _print_disagreements(found: list[audit.Disagreement], console: Console) -> None:
@@ -191,14 +191,14 @@ def _print_disagreements(found: list[audit.Disagreement], console: Console) -> N
         said = [words[pair.said[name]] for name in audit.PARSERS]
         answer = _short(_answer_of(pair.answer))
         table.add_row(answer, _short(pair.reference), *said, pair.verdict)
-    console.print(table, markup=False)
+    show_table(console, table)
 
 
 def _print_beside_bare(counts: dict[tuple[bool, bool], int], console: Console) -> None:
     table = Table("beside bare math-verify", "it says right", "it says wrong")
     for is_right, words in ((True, "our verdict: right"), (False, "our verdict: wrong")):
         table.add_row(words, *(str(counts.get((is_right, bare), 0)) for bare in (True, False)))
-    console.print(table, markup=False)
+    show_table(console, table)
 
 
 def _answer_of(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.cli.command_line.printing import printable, say
+from megatron_rl.cli.command_line.printing import printable, say, show_table
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.thinking import ThinkTags, in_tags
 from megatron_rl.config.tree import Config
@@ -309,7 +309,7 @@ def _print(reports: Sequence[TaskReport], console: Console) -> None:
         ]
         verdict = "no" if report.problems else "ok"
         table.add_row(report.task, str(report.prompts), *earned, verdict)
-    console.print(table, markup=False)
+    show_table(console, table)
     for report in reports:
         for kind, texts in (("problem", report.problems), ("warning", report.warnings)):
             for text in texts:

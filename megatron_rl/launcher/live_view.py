@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from megatron_rl.cli.command_line.printing import say
+from megatron_rl.cli.command_line.printing import open_console, say
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.disk import room_warning
 from megatron_rl.launcher.role import Role
@@ -110,7 +110,7 @@ class LiveView:
     ) -> None:
         self._config = config
         self._clock = clock
-        self._console = console or Console()
+        self._console = console or open_console()
         self._tail = Follower(config.run.dir / "metrics.jsonl")
         self.state = RunState()
         self._warnings: deque[str] = deque(maxlen=_SHOWN_WARNINGS)

@@ -28,6 +28,7 @@ from megatron_rl.protocol.checkpoint_folder import (
 )
 from megatron_rl.protocol.metrics import Row, stream_rows
 from megatron_rl.protocol.stored_batches import BATCHES, state_name, stored_steps
+from megatron_rl.protocol.whole_file import check_writable
 
 _HOST = "127.0.0.1"
 _OF_THE_MACHINE = ("_s", "per_gpu", "train/mfu")
@@ -44,6 +45,8 @@ class Replay:
     first: int
     """First step to compare, counted from 1."""
     last: int
+    trained_from: int
+    """First step to train, counted from 1: the one after the checkpoint."""
     out: Path
     """Folder for metrics, logs, records of tokens and an export."""
     overrides: tuple[str, ...] = ()
@@ -58,8 +61,13 @@ def find_replay(
 ) -> Replay:  # fmt: skip
     """The replay of these steps, from the newest checkpoint before them.
 
-    Raises InputError when a checkpoint or a batch is missing, or the state to rebuild one with.
+    Raises InputError when a checkpoint or a batch is missing, or the state to rebuild one with, or
+    when a folder cannot be written to.
     """
+    if first > last:
+        raise InputError(
+            f"the last step {last} is before the first, {first}: give --to {first} or a later step"
+        )
     stored = set(stored_steps(run_dir / BATCHES))
     checkpoints = complete_checkpoints(run_dir / CHECKPOINTS)
     begins = {0: None} | checkpoints
@@ -70,7 +78,7 @@ def find_replay(
     possible = [step + 1 for step in sorted(stored) if any(
         begin <= step and can_begin(begin, step + 1) for begin in begins
     )]  # fmt: skip
-    if not set(range(first, last + 1)) <= set(possible) or first > last:
+    if not set(range(first, last + 1)) <= set(possible):
         known = f"{possible[0]} to {possible[-1]}" if possible else "none"
         raise InputError(
             f"the steps {first} to {last} of {run_dir} cannot be repeated: a step needs its batch "
@@ -80,13 +88,17 @@ def find_replay(
     where = out if out is not None else run_dir / f"replay_{first:06d}"
     if where.exists():
         raise InputError(f"{where} exists: remove it, or choose another folder by --out")
+    check_writable(where, "give --out FOLDER elsewhere")
     if rebuilds:
         _check_rebuilt(run_dir, last)
-    return Replay(run_dir, begins[begin], first, last, where, tuple(overrides), exports, rebuilds)
+    return Replay(
+        run_dir, begins[begin], first, last, begin + 1, where, tuple(overrides), exports, rebuilds
+    )
 
 
 def _check_rebuilt(run_dir: Path, step: int) -> None:
     """Raise InputError if the checkpoint of the step is there, or cannot be rebuilt."""
+    check_writable(run_dir / CHECKPOINTS, "omit --rebuild, or copy the run")
     if step in complete_checkpoints(run_dir / CHECKPOINTS):
         raise InputError(
             f"{run_dir} has a checkpoint of step {step}: omit --rebuild, or remove "

@@ -8,15 +8,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.observe.summary import RunFacts
 from megatron_rl.protocol.exports import COLD_START, FINAL
-from megatron_rl.protocol.metrics import iter_jsonl
+from megatron_rl.protocol.line_errors import decode_lines
 
 SAMPLED_STEPS = 10
 """Most steps to read at each end of a run, whose rollouts may have gigabytes."""
+
+
+class _Verdict(msgspec.Struct):
+    """What is read of a recorded rollout."""
+
+    reward: float | None
+    """None: it could not be graded."""
+    reason: str
 
 
 def run_facts(config: Config, run_dir: Path, wall_s: dict[str, float]) -> RunFacts:
@@ -59,10 +69,11 @@ def sampled_accuracy(rollouts: Path) -> tuple[float | None, float | None]:
 
 def _share_correct(steps: Sequence[Path]) -> float | None:
     """steps: files of trained rollouts, each with a file of dropped ones."""
+    decoder = msgspec.json.Decoder(_Verdict)
     graded = correct = 0
     for step in steps:
         for path in (step, step.with_name(step.name.replace("step", "dropped"))):
-            for rollout in iter_jsonl(path):
-                graded += rollout["reward"] is not None
-                correct += rollout["reason"] == "correct"
+            for rollout in decode_lines(path, decoder, expected="a recorded rollout"):
+                graded += rollout.reward is not None
+                correct += rollout.reason == "correct"
     return correct / graded if graded else None

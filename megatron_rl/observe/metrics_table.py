@@ -122,7 +122,9 @@ TRAINER = (
           "below 0.01 in float32, below 0.05 in bfloat16", "different weights, dtypes or sampling "
           "settings on both sides; expert.train.max_mismatch stops"),
     Entry("train/logprob_gap_tokens", "tokens of train/logprob_gap", kind="count"),
-    Entry("train/mismatch_p99", "99th percentile of |trainer - generator logprob|", "below 0.5"),
+    Entry("train/mismatch_p99", "99th percentile of |trainer - generator logprob|, from a "
+          "histogram whose bins are 2.3 % wide; a step has the largest of its minibatches",
+          "below 0.5"),
     Entry("train/mismatch_k1", "estimate of KL(generator, trainer), k1", "near 0"),
     Entry("train/mismatch_k2", "estimate of KL(generator, trainer), k2", "near 0"),
     Entry("train/mismatch_k3", "estimate of KL(generator, trainer), k3", "below 0.001"),
@@ -148,8 +150,10 @@ TRAINER = (
           "expert.train.max_skipped_updates in a row RUN/skipped has the last minibatch", "count"),
     Entry("train/exploded_steps", "optimizer steps skipped above expert.optimizer.skip_grad_norm",
           "0", "as for train/skipped_steps", "count"),
-    Entry("train/padded_tokens", "tokens of all sequences, each with its prompt: a prompt that is "
-          "computed once for its group counts for each member", kind="count"),
+    Entry("train/padded_tokens", "positions of all microbatches, padding too: the tokens of each "
+          "sequence with its prompt. Where a group's prompt is computed once, it counts for each "
+          "member, and the last token of a sequence, which is only predicted, does not count",
+          kind="count"),
     Entry("train/filling_share", "share of all computed positions that fill microbatches up "
           "(expert.train.pad_microbatches)", "below 0.05",
           "a larger train.microbatch_tokens; `megatron-rl plan` says what it costs"),
@@ -204,8 +208,9 @@ WEIGHT_SYNC = (
     Entry("generator/idle_s", "seconds in which engines had no work, summed",
           "a tenth of busy_s at most",
           "the trainer is the limit: fewer generators, or a larger queue.max_staleness", "count"),
-    Entry("generator/tokens", "tokens of finished completions", kind="count"),
-    Entry("generator/running", "completions in flight of all generators"),
+    Entry("generator/tokens", "tokens of finished completions by the latest heartbeats of "
+          "generators, so the sum of a run lacks its end; activity/tokens is exact", kind="count"),
+    Entry("generator/running", "completions in flight by the latest heartbeats of all generators"),
     Entry("generator/running_max", "completions in flight of the fullest generator"),
     Entry("generator/reporting", "generators counted in the row", "peers/generators"),
     Entry("generator/turns", "replies in conversations with environments", kind="count",
@@ -313,7 +318,7 @@ Evaluations also have a `label`. `megatron-rl metrics table` prints this page.
 A row leaves out a count of the kind "count, 0 if absent" where it is 0.
 
 Other programs get the same rows by `[metrics]` while a run is running, or by
-`megatron-rl metrics export RUN` afterwards:
+`megatron-rl metrics export RUN` afterwards (with `--out FOLDER`, to that folder in place of RUN):
 
 - `metrics.tensorboard = true`: event files in `RUN/tensorboard`, a TensorBoard run for each role;
   `tensorboard --logdir RUN/tensorboard`.

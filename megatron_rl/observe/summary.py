@@ -29,7 +29,8 @@ SFT_BASELINE_TEXT = (
     "took (counted in tokens: trained ones whole, generated ones a third), and is evaluated alike"
 )
 
-
+REWARD_STEPS = 10
+"""Steps at each end of a run over which the reward is averaged."""
 _OF_STEP = (
     "time", "source", "step", "train/loss", "train/update_s", "train/logprob_gap",
     "train/logprob_gap_tokens", "wait/batch_s", "weight_sync/s", "rollout/reward",
@@ -92,8 +93,8 @@ def summarize(given: Iterable[Row], facts: RunFacts) -> dict[str, Any]:
         "diagnosis": activity.diagnosis or None,
         **_evaluated(rows),
         "cold_start": summarize_choice(rows),
-        "reward_first10": _mean(rewards[:10]),
-        "reward_last10": _mean(rewards[-10:]),
+        "reward_first10": _mean(rewards[:REWARD_STEPS]),
+        "reward_last10": _mean(rewards[-REWARD_STEPS:]),
         "sampled_accuracy_first": facts.sampled_accuracy[0],
         "sampled_accuracy_last": facts.sampled_accuracy[1],
         "rollouts_spanning_versions": int(sum(_values(steps, "queue/rollouts_spanning_versions"))),
@@ -129,14 +130,16 @@ def _needed_of(row: Row) -> Row:
 
 
 def _evaluated(rows: list[Row]) -> dict[str, Any]:
-    """Results before and after training, and of the SFT baseline."""
+    """Results of all evaluations, the latest of each label, in order."""
     evaluations = {row["label"]: row for row in rows if "eval/accuracy" in row}
+    held_out = {label: row for label, row in evaluations.items() if "." not in label}
     before, after = evaluations.get("before", {}), evaluations.get("after", {})
     baseline = evaluations.get("sft_baseline", {})
+    latest = after or before or next(reversed(held_out.values()), {})
     gain, sigmas = difference_of(_measured(baseline), _measured(after))
     return {
-        "eval_n": (after or before).get("eval/n"),
-        "eval_not_graded": (after or before).get("eval/not_graded"),
+        "eval_n": latest.get("eval/n"),
+        "eval_not_graded": latest.get("eval/not_graded"),
         "accuracy_before": before.get("eval/accuracy"),
         "accuracy_after": after.get("eval/accuracy"),
         "accuracy_se_before": before.get("eval/accuracy_se"),
@@ -146,15 +149,18 @@ def _evaluated(rows: list[Row]) -> dict[str, Any]:
         "sft_baseline": SFT_BASELINE_TEXT if baseline else None,
         "pass_at": _by_k(evaluations, PASS_AT),
         "maj_at": _by_k(evaluations, MAJ_AT),
+        "evaluations": {label: _figures(row) for label, row in held_out.items()},
         "evaluation_sets": {
-            label: {"accuracy": row["eval/accuracy"], "se": row.get("eval/accuracy_se")}
-            | {"n": row["eval/n"]}
-            for label, row in evaluations.items()
-            if "." in label
+            label: _figures(row) for label, row in evaluations.items() if label not in held_out
         },
         "rl_minus_sft_baseline": gain,
         "rl_minus_sft_baseline_standard_errors": sigmas,
     }
+
+
+def _figures(row: Row) -> dict[str, Any]:
+    accuracy, se = _measured(row)
+    return {"accuracy": accuracy, "se": se, "n": row["eval/n"]}
 
 
 def _by_k(evaluations: dict[str, Row], prefix: str) -> dict[str, dict[str, float]]:

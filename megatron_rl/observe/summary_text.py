@@ -11,8 +11,12 @@ from megatron_rl.observe.choice import (
     difference_text,
     prompts_text,
 )
-from megatron_rl.observe.summary import RunFacts
+from megatron_rl.observe.summary import REWARD_STEPS, RunFacts
 from megatron_rl.rollout_queue.diagnosis import reasons_text
+
+_BEFORE, _AFTER, _BASELINE = "before", "after", "sft_baseline"
+_TITLES = {_BEFORE: "before RL", _AFTER: "after RL", _BASELINE: "SFT baseline"}
+_NOT_MEASURED = (None, None)
 
 
 def render_text(summary: dict[str, Any], facts: RunFacts) -> str:
@@ -33,32 +37,40 @@ def render_text(summary: dict[str, Any], facts: RunFacts) -> str:
 
 
 def _accuracy_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
-    if summary["accuracy_before"] is None and summary["accuracy_after"] is None:
+    evaluations = _held_out_evaluations(summary)
+    if not evaluations:
         return _set_lines(summary) or ["No evaluation was made."]
     how = "greedy" if facts.eval_temperature == 0 else f"sampled, T={facts.eval_temperature:g}"
-    before = summary["accuracy_before"], summary["accuracy_se_before"]
-    after = summary["accuracy_after"], summary["accuracy_se_after"]
-    baseline = summary.get("sft_baseline_accuracy"), summary.get("sft_baseline_se")
     what = prompts_text(summary["eval_n"], is_held_out=True)
     lines = [f"Accuracy on {what} ({how}), with its standard error"]
     if ungraded := summary.get("eval_not_graded"):
         lines[0] += f"; {ungraded} completions could not be graded and count neither way"
-    lines.append(f"  before RL         {accuracy_text(*before)}")
-    if after[0] is not None:
-        lines.append(
-            f"  after RL          {accuracy_text(*after)}{_change(before, after, 'before')}"
-        )
-    if baseline[0] is not None:
-        lines.append(
-            f"  SFT baseline      {accuracy_text(*baseline)}{_change(before, baseline, 'before')}"
-        )
+    before = evaluations.get(_BEFORE, _NOT_MEASURED)
+    for label, found in evaluations.items():
+        change = "" if label == _BEFORE else _change(before, found, _BEFORE)
+        lines.append(f"  {_TITLES.get(label, label):17s} {accuracy_text(*found)}{change}")
+    if _BASELINE in evaluations:
         lines.append(f"    (SFT baseline: {summary['sft_baseline']})")
-        if after[0] is not None:
-            lines.append(f"  RL vs SFT baseline {_change(baseline, after, 'SFT baseline').strip()}")
+        if _AFTER in evaluations:
+            change = _change(evaluations[_BASELINE], evaluations[_AFTER], "SFT baseline")
+            lines.append(f"  RL vs SFT baseline {change.strip()}")
     lines += _set_lines(summary)
     if facts.dataset_remark:
         lines.append(f"  cold start        {facts.dataset_remark}")
     return lines
+
+
+def _held_out_evaluations(summary: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """(accuracy, standard error) of each evaluation on held-out prompts, in order."""
+    # Summaries of earlier releases lack this key.
+    if (listed := summary.get("evaluations")) is not None:
+        return {label: (found["accuracy"], found["se"]) for label, found in listed.items()}
+    found = {
+        _BEFORE: (summary["accuracy_before"], summary["accuracy_se_before"]),
+        _AFTER: (summary["accuracy_after"], summary["accuracy_se_after"]),
+        _BASELINE: (summary.get("sft_baseline_accuracy"), summary.get("sft_baseline_se")),
+    }
+    return {label: pair for label, pair in found.items() if pair[0] is not None}
 
 
 def _set_lines(summary: dict[str, Any]) -> list[str]:
@@ -84,8 +96,7 @@ def _training_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
     return [
         f"RL steps            {summary['steps']}, {summary['rollouts_trained']} rollouts trained; "
         f"groups dropped: {dropped or 'none'}{_ungraded_text(summary)}",
-        f"Mean reward         first 10 steps {_number(summary['reward_first10'])}, "
-        f"last 10 steps {_number(summary['reward_last10'])}",
+        f"Mean reward         {_reward_text(summary)}",
         "Sampled accuracy    of all rollouts, zero-variance groups too: first fifth of the steps "
         f"{_number(summary.get('sampled_accuracy_first'))}, last fifth "
         f"{_number(summary.get('sampled_accuracy_last'))}",
@@ -102,6 +113,14 @@ def _training_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
         f"(TP {summary['tp']}, PP {summary['pp']}, DP {summary['dp']}), "
         f"{_number(summary['model_parameters'], 0)} parameters",
     ]
+
+
+def _reward_text(summary: dict[str, Any]) -> str:
+    steps, first = summary["steps"], _number(summary["reward_first10"])
+    if steps <= REWARD_STEPS:
+        return f"{'the only step' if steps == 1 else f'all {steps} steps'} {first}"
+    last = _number(summary["reward_last10"])
+    return f"first {REWARD_STEPS} steps {first}, last {REWARD_STEPS} steps {last}"
 
 
 def _conversation_lines(summary: dict[str, Any]) -> list[str]:

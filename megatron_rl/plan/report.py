@@ -7,6 +7,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Column, Table
 
+from megatron_rl.cli.command_line.printing import say, show_table
 from megatron_rl.config.gpus import GIB
 from megatron_rl.plan.plan import PlannedStage, SizingPlan
 from megatron_rl.plan.weight_sync import PAPER_WEIGHT_SYNC_S
@@ -22,17 +23,17 @@ def print_plan(plan: SizingPlan, console: Console, *, as_json: bool) -> None:
     table = Table("quantity", "value", title=f"on {plan.gpu}", title_justify="left")
     for name, value in (*_model_rows(plan), *_trainer_rows(plan), *_other_rows(plan)):
         table.add_row(name, value)
-    console.print(table, markup=False)
+    show_table(console, table)
     if plan.stages:
-        console.print(_stage_table(plan), markup=False)
+        show_table(console, _stage_table(plan))
     if not plan.is_known_gpu:
         text = f"note: {plan.gpu} is not in the table of GPUs: seconds are those of other cards"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(console, text)
     verdict = "does not work" if plan.is_known_gpu else "warning: may not work"
     for text in plan.problems:
-        console.print(f"{verdict}: {text}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"{verdict}: {text}")
     for text in plan.advice:
-        console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"note: {text}")
 
 
 def as_tree(plan: SizingPlan) -> dict:

@@ -48,7 +48,13 @@ _BLOCK_BYTES = 1 << 16
 _TAKEN_AGAIN = ("trainer", "queue")
 """Sources whose rows a resumed run writes again; a restarted trainer repeats only its own."""
 
-_ROW = "a JSON object; take a line out that a crash has damaged"
+_FIX = "take a line out that a crash has damaged"
+_ROW = f"a JSON object; {_FIX}"
+_NUMBERS = (
+    "time", "step", "train/", "rollout/", "queue/", "wait/", "weight_sync/", "environment/",
+    "eval/",
+)  # fmt: skip
+"""Beginnings of names whose values are numbers."""
 Reduce = Literal["mean", "sum", "max"]
 
 
@@ -219,4 +225,9 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
         raise line_error(path, number, error, expected=_ROW) from error
     if not isinstance(row, dict):
         raise line_error(path, number, TypeError(f"it is {row!r:.40}"), expected=_ROW)
+    for name, value in row.items():
+        is_text = isinstance(value, str) and name != EVALUATION_RUNNING
+        if is_text and name.startswith(_NUMBERS):
+            wrong = TypeError(f"{name} is {value!r:.40}")
+            raise line_error(path, number, wrong, expected=f"a number; {_FIX}")
     return row

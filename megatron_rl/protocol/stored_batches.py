@@ -90,8 +90,9 @@ def _checksum(parts: Sequence[Frame | bytearray]) -> int:
 
 def _damaged(path: Path) -> InputError:
     return InputError(
-        f"the batch {path} is damaged. Start the run again: it resumes from its newest checkpoint "
-        "with new batches"
+        f"the batch {path} is damaged. An unfinished run resumes from its newest checkpoint with "
+        "new batches: start it again. A replay works for steps before this batch, and for those "
+        "after a later checkpoint"
     )
 
 

@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_rl.config.errors import InputError
+
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 """Modes of what holds secrets: only its user gets in."""
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -31,6 +33,15 @@ def write_whole(
         if is_private:
             made.chmod(PRIVATE_FILE)
         made.replace(path)
+
+
+def check_writable(folder: Path, fix: str) -> None:
+    """Raise InputError if this user cannot make the folder, or write into it. fix: what to do."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write to {folder}: {place} is no writable folder; {fix}")
 
 
 def write_private(path: Path, content: str) -> None:

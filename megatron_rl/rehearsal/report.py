@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
+from megatron_rl.cli.command_line.printing import say, show_table
 from megatron_rl.config.gpus import GIB
 from megatron_rl.rehearsal.events import PASSES
 from megatron_rl.rehearsal.rehearse import Rehearsal, Stage
@@ -38,14 +39,14 @@ def print_rehearsal(found: Rehearsal, console: Console, *, as_json: bool) -> Non
     table = Table(Column("quantity", no_wrap=True), *stages, title=title, title_justify="left")
     for name, values in _rows(found):
         table.add_row(name, *values)
-    console.print(table, markup=False)
+    show_table(console, table)
     for text in found.problems:
-        console.print(f"problem: {text}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"problem: {text}")
     for text in found.notes:
-        console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"note: {text}")
     if not found.problems:
-        say = "no problem found: all ranks issue the same collectives, and none waits for ever"
-        console.print(say, markup=False, highlight=False, soft_wrap=True)
+        text = "no problem found: all ranks issue the same collectives, and none waits for ever"
+        say(console, text)
 
 
 def as_tree(found: Rehearsal) -> dict[str, Any]:

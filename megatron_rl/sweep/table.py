@@ -8,13 +8,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.cli.command_line.printing import say
+from megatron_rl.cli.command_line.printing import say, show_table
 from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.sweep.results import Estimate, Figure, PairedDifference, Results, as_json
 
 _COLUMNS = ("variant", "n", "mean", "to the baseline", "t", "higher/lower")
 _MAX_DECIMALS = 9
-_FILE_WIDTH = 1000
 _WITHOUT_ERROR = ".4g"
 
 
@@ -22,7 +21,7 @@ def print_table(results: Results, console: Console) -> None:
     """Print the table of all metrics, then the missing runs."""
     say(console, f"{results.plan.sweep.name}: {_legend(results)}")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column(_COLUMNS[0], overflow="fold")
+    table.add_column(_COLUMNS[0])
     for name in _COLUMNS[1:]:
         table.add_column(name, justify="right", no_wrap=True)
     for metric in results.plan.sweep.metrics:
@@ -31,11 +30,7 @@ def print_table(results: Results, console: Console) -> None:
         for figure in figures:
             name, *cells = row_of(figure, results.plan.baseline)
             table.add_row(f"  {name}", *cells, end_section=figure is figures[-1])
-    if not console.is_terminal:
-        # A file has no width to fold names to.
-        unbound = console.options.update(max_width=_FILE_WIDTH)
-        table.width = console.measure(table, options=unbound).maximum
-    console.print(table, markup=False, crop=False)
+    show_table(console, table)
     say(console, *missing_lines(results))
 
 

@@ -18,7 +18,7 @@ from tests.cli.command_line.parsed import parse
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
     out = io.StringIO()
-    monkeypatch.setattr(cli, "Console", lambda: Console(file=out, width=200))
+    monkeypatch.setattr(cli, "open_console", lambda: Console(file=out, width=200))
     return cli.main(["config", *words]), out.getvalue()
 
 

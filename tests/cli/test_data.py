@@ -191,3 +191,18 @@ def test_bad_files_end_with_one_line_and_exit_code_2(
     out = str(tmp_path / "out.jsonl")
     assert main(["data", "filter-format", prompts, "--out", out]) == 2
     assert message in caplog.text
+
+
+@pytest.mark.usefixtures("forked_tokenizer_children")
+def test_a_prompt_and_a_line_number_are_printed_exactly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = "sort :fire: 12 :100: [bold]now[/bold]"
+    sums = [{"question": f"{number}+1?", "answer": str(number + 1)} for number in range(98)]
+    path = write(tmp_path / "p.jsonl", {"question": question, "answer": "12"}, *sums)
+    assert main(["data", "show", path, "--rows", "1"]) == 0
+    assert f"[user] {question}" in capsys.readouterr().out.splitlines()
+    with Path(path).open("a") as file:
+        file.write("{bad json\n")
+    assert main(["data", "check", path]) == 1
+    assert f"no_json: {path}:100: " in capsys.readouterr().out

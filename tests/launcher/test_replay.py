@@ -37,7 +37,7 @@ def test_a_replay_of_first_steps_begins_at_the_start_of_training(tmp_path: Path)
     assert find_replay(run_dir, 2, 3, None, ()).checkpoint is None
 
 
-@pytest.mark.parametrize(("first", "last"), [(4, 5), (10, 11), (6, 5), (1, 1)])
+@pytest.mark.parametrize(("first", "last"), [(4, 5), (10, 11), (1, 1)])
 def test_steps_without_batch_or_checkpoint_are_refused_and_the_possible_ones_named(
     tmp_path: Path, first: int, last: int
 ) -> None:
@@ -47,6 +47,20 @@ def test_steps_without_batch_or_checkpoint_are_refused_and_the_possible_ones_nam
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="Steps that can be: none"):
         find_replay(tmp_path / "empty", 1, 1, None, ())
+
+
+def test_a_last_step_before_the_first_is_named(tmp_path: Path) -> None:
+    run_dir = run_with(tmp_path / "run", [*range(4, 10)], [4, 8])
+    with pytest.raises(InputError, match="the last step 5 is before the first, 8: give --to 8"):
+        find_replay(run_dir, 8, 5, None, ())
+
+
+@pytest.mark.parametrize(("first", "trained_from"), [(2, 1), (5, 5), (8, 5), (9, 9)])
+def test_steps_since_the_checkpoint_are_trained_too(
+    tmp_path: Path, first: int, trained_from: int
+) -> None:
+    run_dir = run_with(tmp_path / "run", [*range(10)], [4, 8])
+    assert find_replay(run_dir, first, first, None, ()).trained_from == trained_from
 
 
 def test_a_folder_is_not_written_over(tmp_path: Path) -> None:
@@ -83,7 +97,7 @@ def test_a_checkpoint_whose_figures_differ_stays_outside_the_run(
     torn = run_dir / CHECKPOINTS / "step_000008"
     torn.mkdir(parents=True)
     make_checkpoint(out, 8)
-    where = place_rebuilt(Replay(run_dir, None, 5, 8, out, rebuilds=True), is_equal=is_equal)
+    where = place_rebuilt(Replay(run_dir, None, 5, 8, 1, out, rebuilds=True), is_equal=is_equal)
     assert where == (torn if is_equal else out / CHECKPOINTS / "step_000008")
     assert complete_checkpoints(where.parent) == {8: where}
     assert (8 in complete_checkpoints(run_dir / CHECKPOINTS)) == is_equal

@@ -30,8 +30,8 @@ ADDED_KEYS = {
     "generator_restarts", "resumes",
     "groups_dropped", "completions_dropped", "eval_not_graded", "activity", "diagnosis",
     "rl_minus_sft_baseline", "rl_minus_sft_baseline_standard_errors", "sampled_accuracy_first",
-    "sampled_accuracy_last", "pass_at", "maj_at", "evaluation_sets", "cold_start", "turns_mean",
-    "given_tokens_mean", "wait_s_mean",
+    "sampled_accuracy_last", "pass_at", "maj_at", "evaluations", "evaluation_sets", "cold_start",
+    "turns_mean", "given_tokens_mean", "wait_s_mean",
 }  # fmt: skip
 
 PASS_AT_4 = {"eval/pass_at_2": 0.6, "eval/pass_at_2_se": 0.02, "eval/pass_at_4": 0.75,

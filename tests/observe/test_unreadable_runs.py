@@ -30,13 +30,15 @@ def make_run(folder: Path, metrics: str = json.dumps(STEP) + "\n") -> Path:
     return folder
 
 
-def call_as_another(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def call_as_another(
+    arguments: list[str], folder: Path, *overrides: str
+) -> subprocess.CompletedProcess[str]:
     """Without the rights of root, on a folder of somebody else."""
     is_root = os.geteuid() == 0
     if is_root:
         for path in (folder, *folder.rglob("*")):
             os.chown(path, NOBODY, NOBODY)
-    command = [sys.executable, "-m", "megatron_rl.cli.main", *arguments, str(folder)]
+    command = [sys.executable, "-m", "megatron_rl.cli.main", *arguments, str(folder), *overrides]
     return subprocess.run(
         [*WITHOUT_RIGHTS, *command] if is_root else command,
         capture_output=True, text=True, timeout=200,
@@ -52,6 +54,35 @@ def test_a_damaged_line_is_named(
     assert cli.main([command, str(run)]) == 2
     assert f"{run}/metrics.jsonl:2: " in caplog.text and "take a line out" in caplog.text
     assert len(caplog.text.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["status", "report"])
+def test_a_text_in_place_of_a_number_is_named(
+    tmp_path: Path, command: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = json.dumps(STEP)
+    damaged = json.dumps(STEP | {"rollout/reward": "abc"})
+    run = make_run(tmp_path / "run", f"{line}\n{damaged}\n")
+    assert cli.main([command, str(run)]) == 2
+    assert f"{run}/metrics.jsonl:2: rollout/reward is 'abc'; expected a number" in caplog.text
+
+
+@pytest.mark.parametrize("command", ["report", "view"])
+def test_a_record_without_a_reward_is_named(
+    tmp_path: Path, command: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path / "run")
+    record = {
+        "prompt_id": "p", "group": 0, "index": 0, "task": "math", "problem": "1+1?",
+        "language": "", "text": "2", "answer": "2", "reward": 1.0, "parts": {},
+        "reason": "correct", "tokens": 1, "versions": [0], "finish_reason": "stop", "seed": 0,
+        "prompt_tail": "",
+    }  # fmt: skip
+    lines = [record, {name: record[name] for name in record if name != "reward"}]
+    path = run / "rollouts" / "step_000001.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert cli.main([command, str(run)]) == 2
+    assert f"{path}:2: " in caplog.text and "`reward`" in caplog.text
 
 
 @pytest.mark.parametrize("command", ["report", "view"])
@@ -98,6 +129,35 @@ def test_the_run_of_another_user_is_read_and_never_written_to(tmp_path: Path) ->
     html = tmp_path / "mine.html"
     assert call_as_another(["report", "--html", str(html)], run).returncode == 0
     assert html.stat().st_size > 1000 and sorted(run.rglob("*")) == before
+
+
+@needs_rights
+@pytest.mark.parametrize("key", ["tensorboard=true", "wandb=offline"])
+def test_metrics_of_a_run_of_another_user_are_exported_elsewhere(tmp_path: Path, key: str) -> None:
+    run = make_run(tmp_path / "run")
+    run.chmod(0o555)
+    command = ["metrics", "export"]
+    refused = call_as_another(command, run, f"metrics.{key}")
+    name = key.partition("=")[0]
+    assert refused.returncode == 2 and len(refused.stderr.strip().splitlines()) == 1
+    assert f"cannot write to {run}/{name}: {run} is no writable folder" in refused.stderr
+    out = tmp_path / "mine"
+    said = call_as_another([*command, "--out", str(out)], run, f"metrics.{key}")
+    assert said.returncode == 0, said.stderr
+    assert f"1 rows of {run} passed on" in said.stdout and f"({out}/{name})" in said.stdout
+    assert list((out / name).iterdir()) and not (run / name).exists()
+
+
+@needs_rights
+def test_a_replay_of_a_run_of_another_user_asks_for_a_folder(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "batches").mkdir()
+    (run / "batches" / "000000.batch").touch()
+    run.chmod(0o555)
+    said = call_as_another(["replay", "--step", "1"], run)
+    assert said.returncode == 2
+    [line] = said.stderr.strip().splitlines()
+    assert f"cannot write to {run}/replay_000001" in line and "give --out FOLDER" in line
 
 
 @needs_rights

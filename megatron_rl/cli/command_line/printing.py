@@ -1,4 +1,4 @@
-"""Prints plain lines, texts of models, and the progress of long work.
+"""Prints plain lines, tables, texts of models, and the progress of long work.
 
 Used by commands, the launcher and views of a run. One thread: a bar is drawn only when the work
 reports `(done, total)`.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO, TypeVar, cast
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -25,12 +26,18 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.table import Column, Table
 
 from megatron_rl.config.errors import InputError
 
 Item = TypeVar("Item")
 PLAIN_S = 10.0
 """Seconds between two lines without a terminal."""
+_FILE_WIDTH = 10_000
+_FRAME = 3
+"""Width of a column's line and two blanks in a table."""
+_WHOLE_WORD = 32
+"""Longest word, in characters, that a table never breaks."""
 Report = Callable[[int, int | None], None]
 """f(done, total); total is None while unknown."""
 
@@ -43,7 +50,43 @@ def printable(text: str) -> str:
 def say(console: Console, *lines: str) -> None:
     """Print lines unchanged: rich does not wrap or color them, and reads no markup."""
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
+def open_console(*, stderr: bool = False) -> Console:
+    """The console of a command, which prints `:100:` in a text as it is.
+
+    Tests allow no other console: rich puts emojis for such codes into lines and tables.
+    """
+    return Console(stderr=stderr, emoji=False)
+
+
+def show_table(console: Console, table: Table) -> None:
+    """Print the table without cutting a number; cells are plain texts.
+
+    Without a terminal each row is one line, as wide as it needs. On a narrow terminal texts fold at
+    blanks, and words longer than _WHOLE_WORD anywhere.
+    """
+    # rich would leave out columns for which the terminal has no room.
+    needed = sum(_keep_words(column) for column in table.columns)
+    if not console.is_terminal:
+        unbound = console.options.update(max_width=_FILE_WIDTH, markup=False)
+        table.width = console.measure(table, options=unbound).maximum
+    elif needed > console.width:
+        table.width = needed
+    console.print(table, markup=False, emoji=False, crop=False)
+
+
+def _keep_words(column: Column) -> int:
+    """Let the column fold at blanks alone; returns the width that it needs, with its frame."""
+    texts = [str(cell) for cell in (column.header, *column.cells)]
+    words = [cell_len(word) for text in texts for word in text.split()]
+    column.overflow = "fold"
+    column.min_width = max((size for size in words if size <= _WHOLE_WORD), default=1)
+    if all(cell_len(line) <= column.min_width for text in texts for line in text.splitlines()):
+        # rich then takes the missing width from other columns.
+        column.no_wrap = True
+    return column.min_width + _FRAME
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.cli.command_line.printing import printable, say
+from megatron_rl.cli.command_line.printing import printable, say, show_table
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import config_path
@@ -109,4 +109,4 @@ def print_report(report: Report, console: Console) -> None:
             continue  # Of rows: in the file alone.
         shown = f"{value:.4g}" if isinstance(value, float) else str(value)
         table.add_row(name, printable(shown))
-    console.print(table, markup=False)
+    show_table(console, table)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import ConfigFiles, Json, Overrides
-from megatron_rl.cli.command_line.printing import printable, say
+from megatron_rl.cli.command_line.printing import printable, say, show_table
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override, read_layers, resolve
 from megatron_rl.config.shipped import config_path, names_shipped
@@ -259,7 +259,7 @@ def _print_counts(findings: Findings, console: Console) -> None:
     for reason, count in counts.most_common():
         table.add_row(f"fault: {reason}", str(count))
     table.add_row("read", str(findings.faultless + counts.total()))
-    console.print(table, markup=False)
+    show_table(console, table)
     if not findings.faults:
         _say(console, "no faults")
 

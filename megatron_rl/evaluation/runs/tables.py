@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.evaluation.runs.results import Report
-from megatron_rl.cli.command_line.printing import printable, say
+from megatron_rl.cli.command_line.printing import printable, say, show_table
 
 _NONE = "-"
 
@@ -19,12 +19,12 @@ def print_report(report: Report, console: Console) -> None:
         for title, figure in _figures(found):
             samples = str(found["samples"])
             table.add_row(name, title, _figure(figure), str(figure["problems"]), samples)
-    console.print(table, markup=False)
+    show_table(console, table)
     parts = Table("set", "part", "problems", "completions", "accuracy")
     for name, found in report["sets"].items():
         for part, cells in _parts(found):
             parts.add_row(name, printable(part), *cells)
-    console.print(parts, markup=False)
+    show_table(console, parts)
 
 
 def _figures(found: Report) -> list[tuple[str, dict[str, Any]]]:
@@ -59,7 +59,7 @@ def print_comparison(compared: dict[str, Any], console: Console) -> None:
     for name, found in compared["sets"].items():
         table.add_row(name, *_cells(found))
     say(console, f"A: {compared['first']}", f"B: {compared['second']}")
-    console.print(table, markup=False)
+    show_table(console, table)
     say(console, *_remarks(compared))
 
 

@@ -25,6 +25,7 @@ from megatron_rl.protocol.metrics import RESUMED
 from megatron_rl.protocol.process import run_main, set_up_logging
 
 ROLE = "metrics"
+_TENSORBOARD, _WANDB = "tensorboard", "wandb"
 log = logging.getLogger(__name__)
 
 
@@ -52,10 +53,11 @@ def check_installed(config: Config) -> None:
 class Exporter(Closing):
     """Follows the metrics of a run folder."""
 
-    def __init__(self, config: Config) -> None:
-        """Opens nothing yet. Raises InputError for a missing package."""
+    def __init__(self, config: Config, out: Path) -> None:
+        """Opens nothing yet. out: folder of the writers' files. Raises InputError for a missing
+        package."""
         check_installed(config)
-        self._config = config
+        self._config, self._out = config, out
         self._follower = Follower(config.run.dir / "metrics.jsonl")
         self._writers: list[Writer] = []
         self.passed_on = 0
@@ -66,7 +68,7 @@ class Exporter(Closing):
         return self
 
     def _open(self) -> None:
-        self._writers = open_writers(self._config)
+        self._writers = open_writers(self._config, self._out)
         self.passed_on = 0
         for rows in self._follower.read_all():
             self._pass_on(rows)
@@ -95,14 +97,14 @@ class Exporter(Closing):
                 writer.add(rows)
 
 
-def open_writers(config: Config) -> list[Writer]:
+def open_writers(config: Config, out: Path) -> list[Writer]:
     """The writers that `[metrics]` asks for. Raises OSError for a port in use."""
-    wanted, run_dir = config.metrics, config.run.dir
+    wanted = config.metrics
     writers: list[Writer] = []
     if wanted.tensorboard:
         from megatron_rl.observe.exporters.tensorboard import TensorBoardWriter
 
-        writers.append(TensorBoardWriter(run_dir / "tensorboard"))
+        writers.append(TensorBoardWriter(out / _TENSORBOARD))
     if wanted.prometheus_port:
         from megatron_rl.observe.exporters.prometheus import PrometheusServer
 
@@ -114,9 +116,9 @@ def open_writers(config: Config) -> list[Writer]:
 
         writers.append(
             WandbRun(
-                run_dir / "wandb",
+                out / _WANDB,
                 wanted,
-                default_name=Path(run_dir).resolve().name,
+                default_name=config.run.dir.resolve().name,
                 # Without the label, by which sockets know the run's processes.
                 config=config.model_dump(mode="json", exclude={"ports": {"label"}}),
             )
@@ -124,18 +126,25 @@ def open_writers(config: Config) -> list[Writer]:
     return writers
 
 
-def destinations(config: Config) -> list[str]:
+def written_folders(config: Config, out: Path) -> list[Path]:
+    """The folders into which the writers write."""
+    wanted = config.metrics
+    asked = {_TENSORBOARD: wanted.tensorboard, _WANDB: wanted.wandb != "off"}
+    return [out / name for name, is_asked in asked.items() if is_asked]
+
+
+def destinations(config: Config, out: Path) -> list[str]:
     """Names and places of the writers."""
-    wanted, run_dir = config.metrics, config.run.dir
+    wanted = config.metrics
     found = []
     if wanted.tensorboard:
-        found.append(f"TensorBoard ({run_dir / 'tensorboard'})")
+        found.append(f"TensorBoard ({out / _TENSORBOARD})")
     if wanted.prometheus_port:
         found.append(
             f"Prometheus (http://{wanted.prometheus_host}:{wanted.prometheus_port}/metrics)"
         )
     if wanted.wandb != "off":
-        found.append(f"Weights & Biases, {wanted.wandb} ({run_dir / 'wandb'})")
+        found.append(f"Weights & Biases, {wanted.wandb} ({out / _WANDB})")
     return found
 
 
@@ -154,7 +163,7 @@ def main(config: Config) -> None:
     ending = threading.Event()
     # Other roles write their last rows while the run ends: rows are read again after SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: ending.set())
-    with Exporter(config) as exporter:
+    with Exporter(config, config.run.dir) as exporter:
         while not ending.wait(config.metrics.poll_s):
             exporter.advance()
         while exporter.advance():

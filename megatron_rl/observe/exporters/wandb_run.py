@@ -23,7 +23,7 @@ class WandbRun:
     def __init__(
         self, folder: Path, cfg: MetricsConfig, *, default_name: str, config: dict[str, Any]
     ) -> None:
-        """folder: RUN/wandb; config: the resolved tree. Raises wandb.Error."""
+        """folder: OUT/wandb; config: the resolved tree. Raises wandb.Error."""
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=cfg.wandb_project,

@@ -36,6 +36,12 @@ for (const [id, figure] of Object.entries(FIGURES)) {
   Plotly.newPlot(id, figure.data, figure.layout, {responsive: true, displaylogo: false});
 }
 """
+_VISIBLE = (
+    {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+    | {0x7F: 0x2421}
+    | {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
+)
+"""Signs of Unicode for control characters, such as U+241B for ESC; the later ones have none."""
 
 
 def render(
@@ -49,11 +55,11 @@ def render(
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(_POLICY)}">',
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{html.escape(title)}</h1>",
+        f"<title>{_escaped(title)}</title><style>{_STYLE}</style></head><body>",
+        f"<h1>{_escaped(title)}</h1>",
         "<nav>" + "".join(f'<a href="#{name}">{name}</a>' for name in _PARTS) + "</nav>",
         '<h2 id="summary">Summary</h2>',
-        *(f"<h3>{html.escape(r.name)}</h3>{_text(t)}" for r, t in zip(runs, texts, strict=True)),
+        *(f"<h3>{_escaped(r.name)}</h3>{_text(t)}" for r, t in zip(runs, texts, strict=True)),
         '<h2 id="plots">Plots</h2>',
         '<div class="grid">', *(_box(name, plot) for name, plot in small.items()), "</div>",
         '<h2 id="timeline">Timeline</h2>', *(_box(name, plot) for name, plot in wide.items()),
@@ -67,7 +73,7 @@ def render(
 
 
 def _box(name: str, plot: Plot) -> str:
-    title, explained = html.escape(plot.title), html.escape(plot.explained)
+    title, explained = _escaped(plot.title), _escaped(plot.explained)
     return (
         f'<section><h2>{title}</h2><p class="note">{explained}</p>'
         f'<div class="plot" id="{name}"></div></section>'
@@ -81,31 +87,36 @@ def _json(figures: dict[str, Plot]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
+def _escaped(text: str) -> str:
+    """The text as HTML; control characters become visible: browsers hide most of them."""
+    return html.escape(text.translate(_VISIBLE))
+
+
 def _text(text: str) -> str:
-    return f"<pre>{html.escape(text)}</pre>"
+    return f"<pre>{_escaped(text)}</pre>"
 
 
 def _examples(run: Run) -> str:
     if not run.examples:
-        return f'<p class="note">{html.escape(run.name)}: no evaluation before and after.</p>'
+        return f'<p class="note">{_escaped(run.name)}: no evaluation before and after.</p>'
     shown = []
     for example in run.examples:
-        problem = html.escape(_cut(example.before.problem))
+        problem = _escaped(_cut(example.before.problem))
         sides = _side("before", example.before) + _side("after", example.after)
         accepted = [example.before.answer, *example.before.other_answers]
-        reference = html.escape(_cut(" or ".join(accepted)))
+        reference = _escaped(_cut(" or ".join(accepted)))
         shown.append(
             f"<details open><summary>{problem}</summary><p class='note'>reference answer: "
             f"{reference}</p><div class='pair'>{sides}</div></details>"
         )
-    return f"<h3>{html.escape(run.name)}</h3>" + "".join(shown)
+    return f"<h3>{_escaped(run.name)}</h3>" + "".join(shown)
 
 
 def _side(when: str, answer: Answer) -> str:
     kind = "right" if answer.reason == "correct" else "wrong"
     reward = "not graded" if answer.reward is None else f"reward {answer.reward:.3g}"
     head = html.escape(f"{when}: {answer.reason}, {reward}")
-    text = html.escape(_cut(answer.text))
+    text = _escaped(_cut(answer.text))
     return f"<div><p class='note'>{head}</p><pre class='{kind}'>{text}</pre></div>"
 
 
@@ -120,5 +131,5 @@ def _configuration(run: Run) -> str:
     text = path.read_text() if path.exists() else ""
     # People pass reports on, and by the label sockets know the run's processes.
     text = re.sub(r'(?m)^label = ".+"$', 'label = "(left out)"', text)
-    name = html.escape(run.name)
+    name = _escaped(run.name)
     return f"<details><summary>{name}/config.toml</summary>{_text(text)}</details>"

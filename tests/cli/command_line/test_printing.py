@@ -1,10 +1,20 @@
-"""Progress: lines where there is no terminal, and nothing left of a bar where there is one."""
+"""Lines and tables that change no text; progress as lines, or as a bar of which nothing is left."""
 
 import io
 
+import pytest
 from rich.console import Console
+from rich.table import Table
 
-from megatron_rl.cli.command_line.printing import PLAIN_S, counted, printable, progress
+from megatron_rl.cli.command_line.printing import (
+    PLAIN_S,
+    counted,
+    open_console,
+    printable,
+    progress,
+    say,
+    show_table,
+)
 
 
 class Clock:
@@ -67,3 +77,50 @@ def test_a_terminal_has_a_bar_that_goes() -> None:
 
 def test_control_characters_of_a_model_become_blanks_and_letters_stay() -> None:
     assert printable("a\x1b[31mé\r\x9b1m\x07\u2028\u202e√") == "a [31mé  1m   √"
+
+
+def test_codes_of_emojis_and_markup_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "p.jsonl:100: sort :fire: [bold]12[/bold]"
+    console = open_console()
+    say(console, line)
+    table = Table("task", box=None, pad_edge=False)
+    table.add_row(line)
+    show_table(console, table)
+    assert [text.rstrip() for text in capsys.readouterr().out.splitlines()] == [line, "task", line]
+
+
+def printed_table(width: int, *, is_terminal: bool) -> str:
+    out = io.StringIO()
+    console = Console(
+        file=out, width=width, force_terminal=is_terminal, color_system=None, legacy_windows=False
+    )
+    table = Table("name of a thing", "p", "sent, received", "B - A")
+    table.add_row("a text of several words", "3.81e-06", "1,234,567 8,901,234", "+0.123456")
+    show_table(console, table)
+    return out.getvalue()
+
+
+def test_a_file_has_one_line_a_row_however_narrow() -> None:
+    lines = printed_table(20, is_terminal=False).splitlines()
+    # A frame of three lines, the titles and the row.
+    assert len(lines) == 5
+    cells = [cell.strip() for cell in lines[3].split("│") if cell.strip()]
+    row = ["a text of several words", "3.81e-06", "1,234,567 8,901,234", "+0.123456"]
+    assert cells == row
+
+
+@pytest.mark.parametrize("width", [20, 40, 60])
+def test_a_narrow_terminal_folds_at_blanks_only(width: int) -> None:
+    text = printed_table(width, is_terminal=True)
+    for word in ("several", "received", "3.81e-06", "1,234,567", "8,901,234", "+0.123456"):
+        assert word in text
+    assert "…" not in text
+
+
+def test_a_word_longer_than_any_number_folds_in_a_terminal() -> None:
+    out = io.StringIO()
+    table = Table("path", box=None, pad_edge=False)
+    table.add_row("/" + "a" * 60)
+    show_table(Console(file=out, width=40, force_terminal=True, color_system=None), table)
+    assert "".join(out.getvalue().split()) == "path/" + "a" * 60
+    assert max(map(len, out.getvalue().splitlines())) == 40

@@ -1,3 +1,4 @@
+import io
 import json
 from pathlib import Path
 
@@ -47,6 +48,18 @@ def test_the_table_says_what_is_not_common(folders: tuple[Path, Path]) -> None:
     for part in ("+0.500 +- 0.000", "0.125", "4, 0", "1, 2", "only A has the sets old",
                  "only B has the sets code", "temperature is 1.0 in A, 0.5 in B"):  # fmt: skip
         assert part in text
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_no_number_is_cut_in_a_narrow_table(tmp_path: Path, is_terminal: bool) -> None:
+    problems = range(19)
+    write_results(tmp_path / "a", {"aime": {f"p{n}": [0] for n in problems}})
+    write_results(tmp_path / "b", {"aime": {f"p{n}": [1] for n in problems}})
+    out = io.StringIO()
+    console = Console(file=out, width=60, force_terminal=is_terminal, color_system=None)
+    print_comparison(compare_folders(tmp_path / "a", tmp_path / "b"), console)
+    # Two of the 2**19 choices of signs are as far from 0: 2 / 524288.
+    assert "3.81e-06" in out.getvalue() and "+1.000" in out.getvalue()
 
 
 def test_one_problem_has_no_error_in_the_table(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def losses(run_dir: Path) -> list[tuple[int, float]]:
 def test_steps_that_are_taken_again_replace_the_former_ones(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, [row("trainer", 1, train__loss=1.0), row("trainer", 2, train__loss=2.0)])
-    with Exporter(config_of(tmp_path, "metrics.tensorboard=true")) as passing:
+    with Exporter(config_of(tmp_path, "metrics.tensorboard=true"), tmp_path) as passing:
         write(path, [row("trainer", 3, train__loss=3.0)])
         assert passing.advance() == 1 and passing.advance() == 0
         assert losses(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.0)]
@@ -50,7 +50,7 @@ def test_weights_and_biases_offline_leaves_a_folder(tmp_path: Path) -> None:
         "metrics.wandb_name=my-first", 'metrics.wandb_tags=["tag-one", "tag-two"]',
         "expert.ports.label=secret-of-sockets",
     ]  # fmt: skip
-    with Exporter(config_of(tmp_path, "metrics.wandb=offline", *named)) as passing:
+    with Exporter(config_of(tmp_path, "metrics.wandb=offline", *named), tmp_path) as passing:
         passing.advance()
     (files,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     # Their binary format keeps texts as they are.
@@ -74,8 +74,8 @@ def test_a_missing_package_is_told_before_a_run(
 ) -> None:
     monkeypatch.setattr(exporter.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"metrics\.wandb needs the package wandb"):
-        Exporter(config_of(tmp_path, "metrics.wandb=offline"))
-    Exporter(config_of(tmp_path))
+        Exporter(config_of(tmp_path, "metrics.wandb=offline"), tmp_path)
+    Exporter(config_of(tmp_path), tmp_path)
 
 
 def test_the_process_passes_on_what_is_written_while_it_is_told_to_end(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 import re
+import unicodedata
 from html.parser import HTMLParser
 from pathlib import Path
 
 from megatron_rl.cli import main as cli
 from megatron_rl.observe.report.material import MAX_SHOWN_CHARS
 from tests.chromium import needs_chromium, open_page
-from tests.observe.report.runs import HOSTILE, SECRET, leave_run
+from tests.observe.report.runs import HOSTILE, SECRET, leave_run, lines, rollout
 
 
 def report(folder: Path, *more: Path) -> Path:
@@ -27,6 +28,19 @@ def test_texts_of_a_model_are_text(tmp_path: Path) -> None:
     assert HOSTILE not in shown and "<img" not in shown
     assert "&lt;script&gt;document.title = &#x27;owned&#x27;&lt;/script&gt;" in shown
     assert f"... ({1_000_000 - MAX_SHOWN_CHARS} more characters)" in shown
+
+
+def test_control_characters_of_a_model_are_visible(tmp_path: Path) -> None:
+    run = leave_run(tmp_path / "run")
+    for label in ("before", "after"):
+        text = "a\0b\x1b[31mc\td\ne\x7ff\x9bg√"
+        record = rollout(0, 0, [0], problem="NUL \0?", text=text)
+        (run / "rollouts" / f"eval_{label}.jsonl").write_text(lines([record]))
+    shown = without_scripts(report(run).read_text())
+    # U+2400 stands for NUL, U+241B for ESC, U+2421 for DEL.
+    assert "a\u2400b\u241b[31mc\td\ne\u2421f\\x9bg√</pre>" in shown
+    assert "NUL \u2400?" in shown
+    assert not {char for char in shown if unicodedata.category(char) == "Cc"} - {"\n", "\t"}
 
 
 class Addresses(HTMLParser):

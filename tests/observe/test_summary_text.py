@@ -1,0 +1,59 @@
+"""The text of a summary: every evaluation in order, and true numbers of steps."""
+
+import pytest
+
+from megatron_rl.observe.summary import RunFacts, summarize
+from megatron_rl.observe.summary_text import render_text
+from tests.observe.test_summary import FACTS, PASS_AT_4, eval_row, run_rows, step_row
+
+
+def test_every_evaluation_is_listed_in_order_with_its_change() -> None:
+    rows = [eval_row("before", 100.0, 0.25), eval_row("step_5", 101.0, 0.75),
+            eval_row("after", 102.0, 0.5)]  # fmt: skip
+    summary = summarize(rows, RunFacts(eval_temperature=1.0))
+    assert summary["evaluations"] == {
+        "before": {"accuracy": 0.25, "se": 0.03, "n": 256},
+        "step_5": {"accuracy": 0.75, "se": 0.03, "n": 256},
+        "after": {"accuracy": 0.5, "se": 0.03, "n": 256},
+    }
+    # 0.5 / (0.03 * sqrt(2)) = 11.8
+    assert render_text(summary, RunFacts(eval_temperature=1.0)).splitlines()[:4] == [
+        "Accuracy on 256 held-out prompts (sampled, T=1), with its standard error",
+        "  before RL         0.250 +- 0.030",
+        "  step_5            0.750 +- 0.030   +0.500 to before, +11.8 combined standard errors",
+        "  after RL          0.500 +- 0.030   +0.250 to before, +5.9 combined standard errors",
+    ]
+
+
+def test_an_evaluation_of_a_model_alone_has_its_accuracy_and_votes() -> None:
+    row = eval_row("final", 100.0, 0.75) | PASS_AT_4 | {"eval/n": 60, "eval/not_graded": 2}
+    lines = render_text(summarize([row], RunFacts()), RunFacts()).splitlines()
+    assert lines[0].startswith("Accuracy on 60 held-out prompts (greedy)")
+    assert "2 completions could not be graded" in lines[0]
+    assert lines[1:3] == [
+        "  final             0.750 +- 0.030",
+        "  final             pass@2 0.600 +- 0.020, pass@4 0.750 +- 0.030",
+    ]
+
+
+def test_a_summary_of_an_earlier_release_has_its_accuracies() -> None:
+    summary = summarize(run_rows(), FACTS)
+    text = render_text(summary, FACTS)
+    del summary["evaluations"]
+    assert render_text(summary, FACTS) == text and "after RL          0.500" in text
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        (1, "the only step 1.000"),
+        (8, "all 8 steps 4.500"),
+        (10, "all 10 steps 5.500"),
+        # 1 to 10, and 3 to 12.
+        (12, "first 10 steps 5.500, last 10 steps 7.500"),
+    ],
+)
+def test_mean_rewards_name_the_number_of_steps(steps: int, text: str) -> None:
+    rows = [step_row(i, 100.0 + i, **{"rollout/reward": float(i)}) for i in range(1, steps + 1)]
+    lines = render_text(summarize(rows, RunFacts()), RunFacts()).splitlines()
+    assert f"Mean reward         {text}" in lines
