@@ -244,11 +244,11 @@ def _check_gpu_host() -> Sequence[tuple[bool | None, str, str]]:
     ]
 
 
-def _check_attention(device: Device | None) -> list[tuple[bool | None, str, str]]:
+def _check_attention(gpu: Device | None) -> list[tuple[bool | None, str, str]]:
     """Say whether TransformerEngine computes packed sequences on this node's GPU."""
-    if device is None or not device.has_engine:
+    if gpu is None or not gpu.has_engine:
         return []
-    fault = engine_fault("bfloat16", PLAIN, device)
+    fault = engine_fault("bfloat16", PLAIN, gpu)
     local = f"{fault}: expert.model.layers = 'auto' takes the local layers, and model.fp8 fails"
     return [(LIMITED if fault else True, "attention of the trainer", local if fault else _PACKED)]
 

@@ -84,17 +84,17 @@ def installed_flash_attention() -> str:
         return ""
 
 
-def choose_layers(model: ModelConfig, attention: Attention, device: Device | None) -> Choice:
-    """The layers that the model is built of. device: None on a host without CUDA.
+def choose_layers(model: ModelConfig, attention: Attention, gpu: Device | None) -> Choice:
+    """The layers that the model is built of. gpu: None on a host without CUDA.
 
     Raises InputError for layers or FP8 that the device or its packages do not support.
     """
-    if device is None or not device.has_engine:
+    if gpu is None or not gpu.has_engine:
         _refuse_without_engine(model)
         return Choice("local")
     if model.layers == "local":
         return Choice("local")
-    fault = engine_fault(model.dtype, attention, device)
+    fault = engine_fault(model.dtype, attention, gpu)
     if not fault:
         return Choice("transformer_engine")
     wanted = {"expert.model.layers": model.layers, "model.fp8": model.fp8}
@@ -103,20 +103,18 @@ def choose_layers(model: ModelConfig, attention: Attention, device: Device | Non
         last = {"expert.model.layers": "local", "model.fp8": "none"}
         raise InputError(
             f"{_shown(given)}: {fault}, and its other way keeps the scores of all pairs of tokens; "
-            f"nearest possible: {_remedy(model, attention, device)}"
+            f"nearest possible: {_remedy(model, attention, gpu)}"
             f"{_shown({key: last[key] for key in given})}"
         )
     return Choice("local", fault)
 
 
-def settle_layers(
-    model: ModelConfig, attention: Attention, device: Device
-) -> tuple[ModelConfig, str]:
+def settle_layers(model: ModelConfig, attention: Attention, gpu: Device) -> tuple[ModelConfig, str]:
     """The model with "local" where `auto` takes the local layers, and a note about it.
 
     Raises InputError as `choose_layers` does.
     """
-    choice = choose_layers(model, attention, device)
+    choice = choose_layers(model, attention, gpu)
     layers = "local" if choice.layers == "local" else model.layers
     return model.model_copy(update={"layers": layers}), describe(choice)
 
@@ -138,24 +136,22 @@ def _refuse_without_engine(model: ModelConfig) -> None:
         raise InputError(f"model.fp8 = {model.fp8!r} {needs} here: nearest possible: 'none'")
 
 
-def engine_fault(dtype: str, attention: Attention, device: Device) -> str:
+def engine_fault(dtype: str, attention: Attention, gpu: Device) -> str:
     """Why TransformerEngine has no kernel for packed sequences of this attention; "": it has one.
 
     dtype: of ModelConfig.
     """
     if dtype == "float32":
         return "TransformerEngine has no attention kernel for model.dtype = 'float32'"
-    if _has_cudnn_kernel(attention, device.capability) or _has_flash_kernel(attention, device):
+    if _has_cudnn_kernel(attention, gpu.capability) or _has_flash_kernel(attention, gpu):
         return ""
-    shown = ".".join(map(str, device.capability))
+    shown = ".".join(map(str, gpu.capability))
     if attention.has_sinks:
-        kind = "deterministic kernel" if device.capability[0] in _PACKED else "kernel"
+        kind = "deterministic kernel" if gpu.capability[0] in _PACKED else "kernel"
         return f"TransformerEngine has no {kind} for sinks on compute capability {shown}"
-    if _has_flash_kernel(attention, _with_flash(device)):
+    if _has_flash_kernel(attention, _with_flash(gpu)):
         found = (
-            f"with {_FLASH} {device.flash_attention}"
-            if device.flash_attention
-            else f"without {_FLASH}"
+            f"with {_FLASH} {gpu.flash_attention}" if gpu.flash_attention else f"without {_FLASH}"
         )
         return (
             "TransformerEngine has no attention kernel for packed sequences on compute capability "
@@ -179,43 +175,41 @@ def _has_cudnn_kernel(attention: Attention, capability: Capability) -> bool:
     return capability == (9, 0) and max(keys, values) <= 256 and (keys == values or values < 128)
 
 
-def _has_flash_kernel(attention: Attention, device: Device) -> bool:
+def _has_flash_kernel(attention: Attention, gpu: Device) -> bool:
     keys, values = attention.head_dim, attention.value_dim or attention.head_dim
-    if not _is_taken(attention, device) or attention.has_sinks or keys != values or keys % 8:
+    if not _is_taken(attention, gpu) or attention.has_sinks or keys != values or keys % 8:
         return False
-    return keys <= 192 or (keys <= 256 and device.capability in _FLASH_WIDE)
+    return keys <= 192 or (keys <= 256 and gpu.capability in _FLASH_WIDE)
 
 
-def _is_taken(attention: Attention, device: Device) -> bool:
+def _is_taken(attention: Attention, gpu: Device) -> bool:
     """Whether TransformerEngine takes the installed flash-attn for this attention."""
-    found = re.match(r"\d+(\.\d+)*", device.flash_attention)
-    if found is None or device.capability < (8, 0):
+    found = re.match(r"\d+(\.\d+)*", gpu.flash_attention)
+    if found is None or gpu.capability < (8, 0):
         return False
     numbers = tuple(map(int, found[0].split(".")))
-    is_blackwell = device.capability >= (10, 0)
+    is_blackwell = gpu.capability >= (10, 0)
     oldest = max(
         _OLDEST_FLASH_BLACKWELL if is_blackwell else _OLDEST_FLASH,
         _OLDEST_FLASH_WINDOW if attention.has_window else (),
         _OLDEST_FLASH_DETERMINISTIC if attention.is_deterministic else (),
     )
     # A local or post release is newer than its base, and so too new.
-    is_base = found[0] == device.flash_attention
+    is_base = found[0] == gpu.flash_attention
     return oldest <= numbers and (numbers < _NEWEST_FLASH or (numbers == _NEWEST_FLASH and is_base))
 
 
-def _with_flash(device: Device) -> Device:
-    return replace(device, flash_attention=".".join(map(str, _NEWEST_FLASH)))
+def _with_flash(gpu: Device) -> Device:
+    return replace(gpu, flash_attention=".".join(map(str, _NEWEST_FLASH)))
 
 
-def _remedy(model: ModelConfig, attention: Attention, device: Device) -> str:
+def _remedy(model: ModelConfig, attention: Attention, gpu: Device) -> str:
     """A change with which TransformerEngine has a kernel, and "or"; "": none."""
-    if not engine_fault(model.dtype, attention, _with_flash(device)):
-        return (
-            f"pip install {_FLASH}=={_with_flash(device).flash_attention} --no-build-isolation, or "
-        )
-    if not engine_fault("bfloat16", attention, device):
+    if not engine_fault(model.dtype, attention, _with_flash(gpu)):
+        return f"pip install {_FLASH}=={_with_flash(gpu).flash_attention} --no-build-isolation, or "
+    if not engine_fault("bfloat16", attention, gpu):
         return "model.dtype = 'bfloat16', or "
-    if not engine_fault(model.dtype, replace(attention, is_deterministic=False), device):
+    if not engine_fault(model.dtype, replace(attention, is_deterministic=False), gpu):
         return "train.deterministic = false, or "
     return ""
 

@@ -113,8 +113,8 @@ def check(
     layers_note = ""
     if config.train.steps or config.sft.steps:
         model_checks.check_model(config)
-        device = model_checks.find_device() if uses_gpus(device_of_host(gpus)) else None
-        layers_note = "" if device is None else model_checks.check_layers(config, device)
+        gpu = model_checks.find_device() if uses_gpus(device_of_host(gpus)) else None
+        layers_note = "" if gpu is None else model_checks.check_layers(config, gpu)
     else:
         # An evaluation alone needs no trainer: the engine knows more architectures.
         model_checks.check_weights(config.model.path, "model.path")
