@@ -32,6 +32,23 @@ def shard_positions(bounds: Tensor, rank: int, ranks: int) -> Tensor:
     return torch.cat(parts)
 
 
+def gathered_places(bounds: Tensor, count: int, ranks: int) -> Tensor:
+    """Where each position of whole sequences lies in the tensors of all ranks, one after another.
+
+    Without waiting for the device. [count] int64; count: positions of all ranks.
+    """
+    rows = torch.arange(count, device=bounds.device)
+    starts = bounds.long()
+    sequences = torch.searchsorted(starts, rows, right=True) - 1
+    inside = rows - starts[sequences]
+    length = (starts[sequences + 1] - starts[sequences]) // (2 * ranks)
+    chunk = inside // length
+    is_early = chunk < ranks
+    owner = torch.where(is_early, chunk, own_chunks(0, ranks)[1] - chunk)
+    place = starts[sequences] // ranks + inside % length + torch.where(is_early, 0, length)
+    return owner * (count // ranks) + place
+
+
 def positions_within(bounds: Tensor, count: int, rank: int, ranks: int) -> Tensor:
     """The position within its sequence of each of the rank's `count` rows, in its order.
 

@@ -4,6 +4,7 @@ Used by trainer ranks (and by tools that build the model); everything else asks 
 """
 
 import datetime
+import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -38,9 +39,18 @@ from megatron_rl.backend.environment import DETERMINISTIC
 from megatron_rl.backend.norms import DEFAULT_NORMS, Norms, arrange
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.gpus import named_peak
+from megatron_rl.config.layer_choice import (
+    PLAIN,
+    Attention,
+    Device,
+    Layers,
+    choose_layers,
+    describe,
+    installed_flash_attention,
+)
 from megatron_rl.config.tree import ModelConfig, OptimizerConfig, ParallelConfig
 
-Layers = Literal["local", "transformer_engine"]
+log = logging.getLogger(__name__)
 ABORT_S = 20.0
 """How long a rank waits for NCCL to abort its groups, before it ends without."""
 PACKED_SINKS_VERSION = "2.12"
@@ -298,40 +308,27 @@ def missing_for_determinism(device: str, environment: Mapping[str, str]) -> dict
     return {name: value for name, value in wanted.items() if environment.get(name) != value}
 
 
-def choose_layers(model: ModelConfig, *, has_cuda: bool, has_engine: bool) -> Layers:
-    """Whose layers the model is built of, on a host with or without CUDA and TransformerEngine.
-
-    Raises InputError when the config asks for what this host cannot give.
-    """
-    has_engine = has_cuda and has_engine
-    if model.layers == "transformer_engine" and not has_engine:
-        raise InputError(
-            "expert.model.layers = 'transformer_engine' needs a CUDA device and the package "
-            "transformer-engine, and one of them is missing here: use 'auto' or 'local'"
-        )
-    layers: Layers = "transformer_engine" if has_engine and model.layers != "local" else "local"
-    if model.fp8 != "none" and layers != "transformer_engine":
-        raise InputError(
-            f"model.fp8 = {model.fp8!r} needs a CUDA device and the package transformer-engine, "
-            "and one of them is missing here: nearest possible: 'none'"
-        )
-    return layers
-
-
-def select_backend(model: ModelConfig) -> Backend:
+def select_backend(model: ModelConfig, attention: Attention = PLAIN) -> Backend:
     """Choose for this host and prepare the process: device, patches, fused Adam.
 
-    Raises InputError when the config asks for what this host cannot give.
+    attention: of the model. Raises InputError when the config asks for what this host cannot give.
     """
     has_cuda = torch.cuda.is_available()
-    layers = choose_layers(model, has_cuda=has_cuda, has_engine=HAVE_TE)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    cuda_device = None
+    if has_cuda:
+        capability = torch.cuda.get_device_capability(device)
+        cuda_device = Device(capability, installed_flash_attention(), has_engine=HAVE_TE)
+    choice = choose_layers(model, attention, cuda_device)
+    if choice.reason and os.environ.get("RANK", "0") == "0":
+        log.warning(describe(choice))
+    layers = choice.layers
     adam.replace_torch_fallback()
     if not has_cuda:
         patches.install()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         return Backend(torch.device("cpu"), "gloo", layers)
     prepare_cuda(layers)
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return Backend(device, "nccl", layers)
 

@@ -38,7 +38,9 @@ from megatron_rl.cli.command_line.parameters import Json, complete_run_folder
 from megatron_rl.cli.command_line.printing import say, show_table
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
+from megatron_rl.config.layer_choice import PLAIN, Device, engine_fault
 from megatron_rl.config.tree import Config
+from megatron_rl.launcher.model_checks import find_device
 from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import is_free, resolve_ports
 from megatron_rl.launcher.preflight import find_compiler
@@ -66,6 +68,7 @@ _DEGRADED = (
     "and processes. Install it (apt-get install bubblewrap) and allow unprivileged user namespaces "
     "(Docker: --security-opt seccomp=unconfined). Only the task code needs it"
 )
+_PACKED = "TransformerEngine's, for packed sequences"
 RANK_MODULE = "megatron_rl.trainer.train"
 """Module of a trainer rank."""
 _IMPORT_TIMEOUT_S = 600.0
@@ -233,11 +236,21 @@ def _check_gpu_host() -> Sequence[tuple[bool | None, str, str]]:
         (True, "GPUs", str(len(gpus))),
         *check_host(os.environ | role_environment(device)),
         *((bool(found), name, found or _NO_GPU_PACKAGE) for name, found in packages),
+        *_check_attention(find_device()),
         (numactl is not None, "numactl", numactl or "missing: apt-get install numactl"),
         _check_locks(Path.home() / ".cache"),
         *_check_fabric(),
         (not fault, "import of a trainer rank", fault or "as the launcher starts it"),
     ]
+
+
+def _check_attention(gpu: Device | None) -> list[tuple[bool | None, str, str]]:
+    """Say whether TransformerEngine computes packed sequences on this node's GPU."""
+    if gpu is None or not gpu.has_engine:
+        return []
+    fault = engine_fault("bfloat16", PLAIN, gpu)
+    local = f"{fault}: expert.model.layers = 'auto' takes the local layers, and model.fp8 fails"
+    return [(LIMITED if fault else True, "attention of the trainer", local if fault else _PACKED)]
 
 
 def _check_fabric() -> list[tuple[bool | None, str, str]]:

@@ -61,7 +61,7 @@ def plan(options: PlanOptions, console: Console) -> int:
     card = choose_card(options.gpu, options.gpu_memory, listed)
     hardware = Hardware(
         gpu=card.gpu, card=card.name, memory_bytes=card.memory_bytes,
-        gpus=options.gpus, mfu=options.mfu, bytes_per_s=rate,
+        capability=card.capability, gpus=options.gpus, mfu=options.mfu, bytes_per_s=rate,
     )  # fmt: skip
     config = load_sizes([options.config, *options.more], options.overrides)
     made = make_plan(config, hardware, options.mean_tokens)

@@ -49,7 +49,7 @@ class RehearseOptions:
     gpu: Annotated[
         str,
         typer.Option(
-            help=f"GPU whose memory must hold the step, one of {', '.join(GPUS)}.",
+            help=f"GPU of the trainer: its memory must hold the step. One of {', '.join(GPUS)}.",
             autocompletion=lambda: list(GPUS),
         ),
     ] = DEFAULT

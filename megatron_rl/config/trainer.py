@@ -30,7 +30,8 @@ class ModelConfig(Section):
     brings the logprobs of trainer and engine closer together. On CUDA the product costs the same,
     and logits take twice the memory. Needs generator.engine "sglang"."""
     layers: Literal["auto", "transformer_engine", "local"] = "auto"
-    """Layer implementation; auto takes TransformerEngine where CUDA and it are present."""
+    """Layer implementation; auto takes TransformerEngine's layers where the package is installed
+    and has an attention kernel for the GPU, the dtype and the model, and local ones elsewhere."""
     fp8: Literal["none", "delayed", "tensorwise", "blockwise"] = "none"
     """Matrix products in FP8 through TransformerEngine, and the scaling of their tensors."""
     fp8_bf16_edge_layers: int = Field(default=0, ge=0)

@@ -4,6 +4,7 @@ Used by `preflight.py` and by sweeps. Reads config.json and the tokenizer of a f
 headers of its weights. Each check raises InputError.
 """
 
+import importlib.metadata
 import json
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,8 +16,15 @@ from megatron_rl.backend.tensor_overlap import check_shape
 from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.hf_config import positions_of
+from megatron_rl.config.layer_choice import (
+    Device,
+    choose_layers,
+    describe,
+    installed_flash_attention,
+)
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.tree import Config, GeneratorConfig
+from megatron_rl.plan.card import listed_card
 from megatron_rl.protocol.checkpoint_folder import COMPLETE
 from megatron_rl.protocol.render import Renderer, read_values
 from megatron_rl.protocol.weight_files import whole_weight_files
@@ -30,6 +38,7 @@ from megatron_rl.weights.layout.shape import (
     read_shape,
 )
 
+_ENGINE = "transformer-engine-torch"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 MAX_FOREIGN_IDS = 1024
 """Most token ids of a teacher that the policy lacks; each adds a logprob to every token."""
@@ -99,6 +108,24 @@ def check_model(config: Config) -> None:
     if config.parallel.overlap_tensor:
         positions, is_latent = config.train.microbatch_tokens, shape.kv_rank > 0
         check_shape(shape.hidden, positions, has_latent_attention=is_latent)
+
+
+def find_device() -> Device | None:
+    """This node's first GPU and what is installed for it; None: nvidia-smi lists none."""
+    card = listed_card()
+    if card is None:
+        return None
+    try:
+        has_engine = bool(importlib.metadata.version(_ENGINE))
+    except importlib.metadata.PackageNotFoundError:
+        has_engine = False
+    return Device(card.capability, installed_flash_attention(), has_engine=has_engine)
+
+
+def check_layers(config: Config, device: Device) -> str:
+    """The trainer's layers can be had on a GPU; returns a note if `auto` takes the local ones."""
+    attention = read_shape(config.model.path).attention(is_deterministic=config.train.deterministic)
+    return describe(choose_layers(config.model, attention, device))
 
 
 def check_positions(config: Config) -> None:

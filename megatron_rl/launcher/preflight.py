@@ -110,8 +110,11 @@ def check(
     model_checks.check_quantization(config)
     model_checks.check_vllm(config)
     model_checks.check_positions(config)
+    layers_note = ""
     if config.train.steps or config.sft.steps:
         model_checks.check_model(config)
+        gpu = model_checks.find_device() if uses_gpus(device_of_host(gpus)) else None
+        layers_note = "" if gpu is None else model_checks.check_layers(config, gpu)
     else:
         # An evaluation alone needs no trainer: the engine knows more architectures.
         model_checks.check_weights(config.model.path, "model.path")
@@ -124,6 +127,7 @@ def check(
     check_sft_dataset(config.sft)
     check_replay(config)
     found = check_prompts(config)
+    found.notes.extend([f"note: {layers_note}"] if layers_note else [])
     if calls_rewards:
         found.notes.extend(try_rewards(found.prompts, config))
     return found

@@ -7,9 +7,10 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.gpus import DEFAULT, GIB, GPUS, MIB
+from megatron_rl.config.gpus import DEFAULT, GIB, GPUS, MIB, named_capability
 
 _ASSUMED = "l40s-48g"
 """Assumed for unknown GPUs: most of them have no NVLink."""
@@ -27,24 +28,34 @@ class Card:
     """Name of a card that is not in GPUS; "": it is in GPUS."""
     memory_bytes: int | None = None
     """None: that of `gpu`."""
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability; None: that of `gpu`."""
 
 
-def choose_card(name: str | None, memory_gib: float | None, listed: tuple[str, int] | None) -> Card:
+class ListedCard(NamedTuple):
+    """A GPU as nvidia-smi lists it."""
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+
+
+def choose_card(name: str | None, memory_gib: float | None, listed: ListedCard | None) -> Card:
     """The card of `--gpu` and `--gpu-memory`; without both, the card of this node.
 
-    listed: name and bytes of memory of this node's card, from `listed_card`. Raises InputError.
+    listed: this node's card, from `listed_card`. Raises InputError.
     """
     memory = None if memory_gib is None else round(memory_gib * GIB)
     if name is None and listed is not None:
         known = [
             gpu
             for gpu, offer in GPUS.items()
-            if gpu.partition("-")[0] in re.split("[^a-z0-9]+", listed[0].lower())
-            and abs(offer.memory_bytes - listed[1]) < _SAME_MEMORY * listed[1]
+            if gpu.partition("-")[0] in re.split("[^a-z0-9]+", listed.name.lower())
+            and abs(offer.memory_bytes - listed.memory_bytes) < _SAME_MEMORY * listed.memory_bytes
         ]
         if known:
             return Card(known[0], memory_bytes=memory)
-        return Card(_ASSUMED, listed[0], memory or listed[1])
+        return Card(_ASSUMED, listed.name, memory or listed.memory_bytes, listed.capability)
     if name is None and memory is not None:
         return Card(_ASSUMED, f"a card of {memory_gib:g} GiB", memory)
     name = name or DEFAULT
@@ -55,16 +66,21 @@ def choose_card(name: str | None, memory_gib: float | None, listed: tuple[str, i
             f"--gpu {name!r} is not known; known: {', '.join(GPUS)}. Give the memory of another "
             "card in GiB with --gpu-memory"
         )
-    return Card(_ASSUMED, name, memory)
+    return Card(_ASSUMED, name, memory, named_capability(name))
 
 
-def listed_card() -> tuple[str, int] | None:
-    """Name and bytes of memory of this node's first GPU; None: no GPU."""
+def listed_card() -> ListedCard | None:
+    """This node's first GPU; None: no GPU."""
     if shutil.which("nvidia-smi") is None:
         return None
     done = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"],
+        [
+            "nvidia-smi", "--query-gpu=name,memory.total,compute_cap",
+            "--format=csv,noheader,nounits",
+        ],
         capture_output=True, text=True, timeout=_LIST_TIMEOUT_S,
     )  # fmt: skip
-    name, _, mib = done.stdout.partition("\n")[0].rpartition(", ")
-    return (name, int(mib) * MIB) if done.returncode == 0 and mib.strip().isdigit() else None
+    found = re.match(r"(.*), (\d+), (\d+)\.(\d+)\s", done.stdout)
+    if done.returncode or found is None:
+        return None
+    return ListedCard(found[1], int(found[2]) * MIB, (int(found[3]), int(found[4])))

@@ -67,7 +67,8 @@ def recomputations(model: ModelConfig, *, has_experts: bool) -> list[dict[str, A
         return [{}]
     # Recomputing the unfused norm costs nothing; delayed scaling refuses both (config/trainer.py).
     steps = [["moe_act", "layernorm"], ["moe", "layernorm"]] if has_experts else [["mlp"]]
-    if model.fp8 == "delayed":
+    if model.fp8 == "delayed" or model.layers == "local":
+        # The others are parts of TransformerEngine's layers.
         steps = [[name for name in step if name in ("mlp", "moe")] for step in steps]
     used = set(model.recompute_modules) if model.recompute == "selective" else set()
     found: list[dict[str, Any]] = [{}]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.gpus import HOST_GPUS, find_gpu
+from megatron_rl.config.layer_choice import Device, installed_flash_attention, settle_layers
 from megatron_rl.config.staging import longest_stage, name_of, resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.plan.communicators import engine_communicator_bytes
@@ -57,6 +58,8 @@ class Hardware:
     """Name of an unknown card; `gpu` is the one whose speeds are assumed."""
     memory_bytes: int | None = None
     """Memory of the card; None: that of `gpu`."""
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability of the card; None: that of `gpu`."""
     gpus: int | None = None
     """GPUs of the run; None: as many as the configuration uses."""
     mfu: float = 0.35
@@ -152,6 +155,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
     check_parallel(shape, config.parallel)
     gpu = find_gpu(hardware.gpu)
     gpu = replace(gpu, memory_bytes=hardware.memory_bytes or gpu.memory_bytes)
+    config, problem, note = _settled(config, shape, hardware.capability or gpu.capability)
     mean = mean_tokens or max(1, config.generator.context_tokens // 2)
     trainer = fullest_rank(shape, setting_of(config, mean))
     item_bytes, generator = ITEM_BYTES[config.model.dtype], config.generator
@@ -186,6 +190,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
         step=step,
         sync=sync,
         problems=(
+            *problem,
             *trainer_problems(shape, config, trainer, gpu, mean),
             *engine_problems(shape, config, engine, gpu),
             *sharing_problems(config, shared, gpu),
@@ -194,9 +199,25 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
             *(f"{stage.name}: {text}" for stage in stages for text in stage.plan.problems),
         ),
         is_known_gpu=not hardware.card,
-        advice=tuple(_advice(config, hardware.gpus, step, sync, kv_tokens=trusted)),
+        advice=(*note, *_advice(config, hardware.gpus, step, sync, kv_tokens=trusted)),
         stages=stages,
     )
+
+
+def _settled(
+    config: Config, shape: ModelShape, capability: tuple[int, int]
+) -> tuple[Config, list[str], list[str]]:
+    """The configuration with the layers that a GPU's trainer takes, a problem and a note of them.
+
+    The GPU's node is taken to have TransformerEngine, and the flash-attn that is installed here.
+    """
+    attention = shape.attention(is_deterministic=config.train.deterministic)
+    device = Device(capability, installed_flash_attention())
+    try:
+        model, note = settle_layers(config.model, attention, device)
+    except InputError as error:
+        return config, [str(error)], []
+    return config.model_copy(update={"model": model}), [], [note] if note else []
 
 
 def _sync(shape: ModelShape, config: Config, hardware: Hardware) -> WeightSyncCost:

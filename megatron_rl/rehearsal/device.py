@@ -22,7 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 from megatron_rl.backend.cpu import adam, patches
-from megatron_rl.backend.device import Backend, choose_layers, prepare_cuda
+from megatron_rl.backend.device import Backend, prepare_cuda
+from megatron_rl.config.layer_choice import Layers
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.rehearsal import observed
@@ -92,11 +93,9 @@ class RehearsedBackend(Backend):
 
 
 def select_rehearsed(model: ModelConfig, rank: int) -> RehearsedBackend:
-    """As `select_backend` on a host with CUDA. Changes torch for the whole process.
-
-    Raises InputError for what a CUDA host cannot give.
-    """
-    layers = choose_layers(model, has_cuda=True, has_engine=HAVE_TE)
+    """As `select_backend` on a host with CUDA. Changes torch for the whole process."""
+    # `rehearsable` has chosen by the GPU.
+    layers: Layers = "transformer_engine" if HAVE_TE and model.layers != "local" else "local"
     adam.replace_torch_fallback()
     leave_out = set(patches.PATCHES) - set(patches.OF_THE_DEVICE)
     patches.install(leave_out, DEVICE)

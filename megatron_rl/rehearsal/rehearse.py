@@ -17,7 +17,8 @@ from typing import Literal
 import msgspec
 
 from megatron_rl.config.files import dump_toml
-from megatron_rl.config.gpus import GIB, find_gpu
+from megatron_rl.config.gpus import DEFAULT, GIB, find_gpu
+from megatron_rl.config.layer_choice import Device, installed_flash_attention, settle_layers
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.plan.activations import Microbatch
@@ -44,7 +45,7 @@ class Options:
     mean_tokens: int | None = None
     """Of a sequence; None: half of generator.context_tokens."""
     processes: int = 2
-    gpu: str = "h100-80g"
+    gpu: str = DEFAULT
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def rehearse(cfg: Config, options: Options) -> Rehearsal:
 def write_request(folder: Path, cfg: Config, options: Options) -> Request:
     """FOLDER/request.json and the configuration that it names. Raises InputError."""
     check_parallel(read_shape(cfg.model.path), cfg.parallel)
-    cfg, _ = rehearsable(cfg)
+    cfg, _ = rehearsable(cfg, options.gpu)
     setting = setting_of(cfg, _sequence_tokens(cfg, options))
     count = options.microbatches or min(setting.microbatch.count, 2 * cfg.parallel.pipeline + 1)
     multiple = cfg.parallel.pipeline if cfg.parallel.virtual_stages > 1 else 1
@@ -117,7 +118,7 @@ def write_request(folder: Path, cfg: Config, options: Options) -> Request:
 def conclude(folder: Path, cfg: Config, options: Options) -> Rehearsal:
     """The result of the traces in a folder, after its ranks have been rehearsed."""
     request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request)
-    cfg, notes = rehearsable(cfg)
+    cfg, notes = rehearsable(cfg, options.gpu)
     everybody = [*request.ranks, *request.engine_ranks]
     errors = list(_errors(folder, everybody, cfg))
     traces = [read_trace(folder, rank) for rank in everybody if (folder / f"{rank}.json").exists()]
@@ -156,8 +157,11 @@ def _sequence_tokens(cfg: Config, options: Options) -> int:
     return options.mean_tokens or max(2, cfg.generator.context_tokens // 2)
 
 
-def rehearsable(cfg: Config) -> tuple[Config, list[str]]:
-    """The configuration without what tensors without data cannot do, and what that is."""
+def rehearsable(cfg: Config, gpu: str = DEFAULT) -> tuple[Config, list[str]]:
+    """The configuration without what tensors without data cannot do, and what that is.
+
+    The model's layers are those of a trainer on `gpu`. Raises InputError if it cannot have them.
+    """
     notes = []
     model, parallel, algorithm = cfg.model, cfg.parallel, cfg.algorithm
     if model.fp8_parameters:
@@ -176,10 +180,10 @@ def rehearsable(cfg: Config) -> tuple[Config, list[str]]:
         own = {"policy": "start", "source": "trainer"}
         reference = algorithm.reference.model_copy(update=own)
         algorithm = algorithm.model_copy(update={"reference": reference})
-    if cfg.train.deterministic and read_shape(model.path).has_sinks:
-        # transformer-engine 2.12.0, dot_product_attention/utils.py:1060.
-        notes.append("train.deterministic: attention with sinks is rehearsed by the fused kernel; "
-                     "CUDA's deterministic one also keeps the scores of all pairs")  # fmt: skip
+    attention = read_shape(model.path).attention(is_deterministic=cfg.train.deterministic)
+    device = Device(find_gpu(gpu).capability, installed_flash_attention())
+    model, note = settle_layers(model, attention, device)
+    notes += [note] if note else []
     if cfg.weights.method == "folder":
         notes.append("weights.method='folder': no weight sync is rehearsed, as files need data")
     found = {"model": model, "parallel": parallel, "algorithm": algorithm}

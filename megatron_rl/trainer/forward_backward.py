@@ -164,7 +164,7 @@ class Passes:
 
     def forward(self, batch: MicroBatch, model: torch.nn.Module) -> Tensor:
         """The output of this rank's stage; on the last stage hidden states."""
-        packed = packed_params(batch.sequence_starts, batch.longest, batch.folding)
+        packed = packed_params(batch.sequence_starts, batch.lengths, batch.folding)
         replay = replayed(
             model,
             batch.expert_choices,

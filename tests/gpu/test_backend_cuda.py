@@ -3,23 +3,27 @@
 Each test is a row of docs/gpu-evidence.md. One GPU is enough but for those that say otherwise.
 """
 
+import importlib
 import importlib.util
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatron_rl.backend.environment import DETERMINISTIC
 from megatron_rl.config.files import load_config
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.reference import EmaReference, Teacher
 from tests.distributed import run_ranks
-from tests.tiny_models import write_model
+from tests.tiny_models import GPT_OSS, write_model
 
 pytestmark = pytest.mark.gpu
 HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None
+HAS_FLASH = importlib.util.find_spec("flash_attn_2_cuda") is not None
 needs_engine = pytest.mark.skipif(not HAS_ENGINE, reason="TransformerEngine is not installed")
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 SHARDED = "parallel.distributed_optimizer=true"
@@ -84,7 +88,9 @@ def selection() -> tuple[str, str, str]:
 
 
 def test_backend_selects_cuda_nccl_and_the_engine() -> None:
-    expected = "transformer_engine" if HAS_ENGINE else "local"
+    # Without flash-attn TransformerEngine computes packed sequences on these alone.
+    has_kernel = torch.cuda.get_device_capability()[0] in (9, 10) or HAS_FLASH
+    expected = "transformer_engine" if HAS_ENGINE and has_kernel else "local"
     assert run_ranks(selection, 1)[0] == ("cuda", "nccl", expected)
 
 
@@ -97,6 +103,50 @@ def test_engine_layers_in_bf16_learn_like_local_ones(model_folder: Path) -> None
     local = run_ranks(losses, 1, [*common, "expert.model.layers=local"], timeout_s=300)[0]
     assert engine == pytest.approx(local, rel=1e-2)
     assert engine[-1] < engine[0]
+
+
+def steps_without_all_scores(overrides: list[str]) -> tuple[str, bool]:
+    """Layers of a few steps, and whether TransformerEngine computed attention unfused.
+
+    torch raises an error where its only way is the one that keeps the scores of all pairs.
+    """
+    from megatron_rl.algorithms.objective import find_objective
+    from megatron_rl.config.algorithm import AlgorithmConfig
+    from megatron_rl.trainer.step import Trainer
+
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    cfg = load_config(None, overrides)
+    with open_policy(cfg) as policy, sdpa_kernel([*kernels, SDPBackend.CUDNN_ATTENTION]):
+        trainer = Trainer(policy, find_objective(AlgorithmConfig(preset="sft")), cfg.optimizer, 5)
+        trainer.update(make_share(), version=0)
+        layers = policy.backend.layers
+    if layers == "local":
+        return layers, False
+    attention = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+    chosen = importlib.import_module(attention)._attention_backends
+    assert "thd" in chosen["attention_params"].qkv_layout
+    return layers, bool(chosen["use_unfused_attention"])
+
+
+@pytest.mark.parametrize("family", ["Llama", "GptOss"])
+@pytest.mark.parametrize(
+    "settings", ["", "expert.model.layers=local", "model.dtype=float32", "train.deterministic=true"]
+)
+def test_attention_keeps_no_scores_of_all_pairs(
+    family: str, settings: str, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in DETERMINISTIC.items():
+        if "deterministic" in settings:
+            monkeypatch.setenv(name, value)
+    if family == "GptOss":
+        write_model(tmp_path, family=family, **{**GPT_OSS, "vocab_size": 512})
+    folder = tmp_path if family == "GptOss" else model_folder
+    given = [f"model.path={folder}", *settings.split()]
+    layers, is_unfused = run_ranks(steps_without_all_scores, 1, given, timeout_s=300)[0]
+    assert not is_unfused
+    is_for_local = {"expert.model.layers=local", "model.dtype=float32"}
+    if settings in is_for_local or (family == "GptOss" and settings):
+        assert layers == "local"
 
 
 @needs_engine

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_rl.config.files import load_config
+from megatron_rl.config.gpus import DEFAULT
 from megatron_rl.config.staging import resolve_stages
 from megatron_rl.launcher.placement import place
+from megatron_rl.plan.card import Card, choose_card
 from megatron_rl.plan.plan import Hardware, make_plan
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
@@ -96,12 +98,20 @@ def test_an_example_fits_the_gpus_that_it_names(tmp_path: Path, example: Example
     (tmp_path / "config.json").write_text(json.dumps({**COMMON, **example.shape}))
     config = load_config(EXAMPLES / f"{example.name}.toml", [f"model.path={tmp_path}"])
     gpus = example.nodes * example.gpus_per_node
-    card = {"card": "rtx4090", "memory_bytes": 24 << 30} if "24gb" in example.name else {}
-    plan = make_plan(config, Hardware(gpus=gpus, **card))
+    card = choose_card("rtx4090", 24, None) if "24gb" in example.name else Card(DEFAULT)
+    plan = make_plan(
+        config,
+        Hardware(
+            gpus=gpus, gpu=card.gpu, card=card.name, memory_bytes=card.memory_bytes,
+            capability=card.capability,
+        ),
+    )  # fmt: skip
     assert plan.problems == () and plan.free_bytes > 0
     assert plan.parameters / 1e9 == pytest.approx(example.billions, abs=0.05)
     # All GPUs are used, no weight sync is longer than its deadline, and nothing else is odd.
-    assert plan.advice == ()
+    assert [text for text in plan.advice if "takes the local layers" not in text] == []
+    # That card has no kernel of TransformerEngine's for packed sequences.
+    assert len(plan.advice) == ("24gb" in example.name)
     place(config, nodes=example.nodes, gpus_per_node=example.gpus_per_node)
 
 

@@ -262,7 +262,7 @@ def test_bad_input_is_one_line(
 
 
 NVIDIA_SMI = """#!/bin/sh
-[ "$1" = --query-gpu=name,memory.total ] && printf '%s\\n' "{says}" "another, 1"
+[ "$1" = --query-gpu=name,memory.total,compute_cap ] && printf '%s\\n' "{says}" "another, 1, 8.0"
 """
 
 
@@ -280,12 +280,12 @@ def test_an_unknown_card_is_planned_by_its_memory_and_only_warned_about(
         return code, tree["gpu"], tree["gpu_bytes"]
 
     # A model of 8B fits no rank of a card of 24 GiB here.
-    rtx = "NVIDIA GeForce RTX 4090, 24564"
+    rtx = "NVIDIA GeForce RTX 4090, 24564, 8.9"
     assert listed(rtx) == (0, "NVIDIA GeForce RTX 4090", 24_564 << 20)
-    assert listed("NVIDIA A100-SXM4-40GB, 40960") == (1, "a100-40g", 40_960 << 20)
-    assert listed("NVIDIA H100 80GB HBM3, 81559") == (0, "h100-80g", 81_559 << 20)
+    assert listed("NVIDIA A100-SXM4-40GB, 40960, 8.0") == (1, "a100-40g", 40_960 << 20)
+    assert listed("NVIDIA H100 80GB HBM3, 81559, 9.0") == (0, "h100-80g", 81_559 << 20)
     # Its memory is not that of the H200 of the table.
-    assert listed("NVIDIA GH200 480GB, 97871") == (0, "NVIDIA GH200 480GB", 97_871 << 20)
+    assert listed("NVIDIA GH200 480GB, 97871, 9.0") == (0, "NVIDIA GH200 480GB", 97_871 << 20)
     # What the command line names counts, and a card of the table that is too small is refused.
     assert listed(rtx, "--gpu", "a100-40g")[:2] == (1, "a100-40g")
     assert listed(rtx, "--gpu", "rtx4090", "--gpu-memory", "24") == (0, "rtx4090", 24 << 30)
@@ -345,3 +345,23 @@ queue = {max_staleness = 1}
     assert any(
         text.startswith("stage 1 (longer): generator.kv_tokens=8000") for text in small.problems
     )
+
+
+def test_a_plan_counts_the_layers_that_the_gpu_takes(config_path: Path) -> None:
+    hopper, ampere = planned(config_path), planned(config_path, gpu="a100-80g")
+    # Unfused, a gated MLP keeps 5 elements of a unit instead of 3, of 2 bytes each.
+    units = 32 * 8192 * 14336 // 4
+    assert ampere.trainer.activations - hopper.trainer.activations == (5 - 3) * units * 2
+    local = planned(config_path, "expert.model.layers=local")
+    assert local.trainer == ampere.trainer
+    [note] = set(ampere.advice) - set(local.advice)
+    assert note.endswith("on compute capability 8.0 without flash-attn")
+    ada = {"gpu": "l40s-48g", "capability": (8, 9)}
+    [problem] = set(planned(config_path, "model.fp8=tensorwise", **ada).problems) - set(
+        planned(config_path, "model.fp8=tensorwise", gpu="l40s-48g", capability=(9, 0)).problems
+    )
+    assert problem.startswith("model.fp8 = 'tensorwise': TransformerEngine has no attention kernel")
+    # What needs TransformerEngine's layers is no remedy where they are not taken.
+    few = ("parallel.data=1", "parallel.tensor=1", "parallel.sequence=false")
+    remedies = [p for p in planned(config_path, *few, gpu="a100-40g").problems if "nearest" in p]
+    assert remedies and not any("layernorm" in p or "moe_act" in p for p in remedies)

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_rl.cli import main as cli
 from megatron_rl.cli.plan_weights import forecast
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.protocol.process import EXIT_BAD_INPUT
@@ -180,12 +181,17 @@ def test_what_cannot_be_rehearsed_is_left_out_and_said(tmp_path: Path) -> None:
                      "their copies in FP8"]  # fmt: skip
 
 
-def test_what_a_deterministic_kernel_of_sinks_keeps_is_left_out_and_said(tmp_path: Path) -> None:
+def test_the_layers_are_those_of_the_named_gpu(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(f'[model]\npath = "{write_shape(tmp_path, TINY_GPT_OSS)}"\n')
-    assert rehearsable(load_config(path, []))[1] == []
-    [note] = rehearsable(load_config(path, ["train.deterministic=true"]))[1]
-    assert "keeps the scores of all pairs" in note
+    cfg, notes = rehearsable(load_config(path, []))
+    assert (cfg.model.layers, notes) == ("auto", [])
+    cfg, [note] = rehearsable(load_config(path, ["train.deterministic=true"]))
+    assert cfg.model.layers == "local" and "no deterministic kernel for sinks" in note
+    cfg, [note] = rehearsable(load_config(path, []), "l40s-48g")
+    assert cfg.model.layers == "local" and "sinks on compute capability 8.9" in note
+    with pytest.raises(InputError, match="nearest possible: model.fp8 = .none."):
+        rehearsable(load_config(path, ["model.fp8=blockwise"]), "l40s-48g")
 
 
 @pytest.mark.parametrize(
@@ -202,3 +208,18 @@ def test_impossible_options_are_refused_before_anything_starts(
     path.write_text(f'[model]\npath = "{write_shape(tmp_path, TINY)}"\n')
     assert cli.main(["rehearse", str(path), "parallel.tensor=4", *words]) == EXIT_BAD_INPUT
     assert message in caplog.text
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+@pytest.mark.slow(40)
+@pytest.mark.parametrize("values", [TINY, TINY_GPT_OSS], ids=["dense", "gpt-oss"])
+def test_context_ranks_of_local_layers_never_wait_for_the_device(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_shape(tmp_path, values)
+    (tmp_path / "run.toml").write_text(f'[model]\npath = "{model}"\n')
+    words = [str(tmp_path / "run.toml"), "train.microbatch_tokens=64", "parallel.context=2"]
+    words += ["generator.context_tokens=64", "sampling.max_new_tokens=32", "weights.method=folder"]
+    assert cli.main(["rehearse", *words, "--gpu=a100-80g", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["problems"] == []

@@ -50,6 +50,8 @@ class Folding:
 class FoldedSeqParams(PackedSeqParams):
     """Of sequences that the model sees folded; the lengths are those of whole sequences."""
 
+    lengths: tuple[int, ...] = ()
+    """Of each sequence, in host memory: reading the device's bounds would wait for the device."""
     folding: Folding | None = None
 
 

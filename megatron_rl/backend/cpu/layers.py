@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     RowParallelLinear,
@@ -33,7 +32,8 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from megatron_rl.backend.context import own_chunks, shard_positions
+from megatron_rl.backend.context import gathered_places, own_chunks
+from megatron_rl.backend.cpu.folding import FoldedSeqParams
 from megatron_rl.backend.cpu.latent_attention import use_latents
 from megatron_rl.backend.cpu.packed_attention import (
     Attention,
@@ -42,6 +42,9 @@ from megatron_rl.backend.cpu.packed_attention import (
     can_attend,
 )
 from megatron_rl.backend.cpu.pointwise import GatedMLP, RMSNorm
+
+_SINK_DIMS = 8
+"""Dimensions that sinks add to each head: kernels take multiples of 8."""
 
 
 class CausalAttention(MegatronModule):
@@ -90,7 +93,7 @@ class CausalAttention(MegatronModule):
         *,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: FoldedSeqParams | None = None,
     ) -> Tensor:
         """Attend within each sequence.
 
@@ -103,41 +106,45 @@ class CausalAttention(MegatronModule):
         is_shared = self._context is not None and self._context.size() > 1
         if packed_seq_params is not None:
             attend = self._attend_shared if is_shared else self._attend_packed
-            return attend(query, key, value, packed_seq_params.cu_seqlens_q)
+            return attend(query, key, value, packed_seq_params)
         assert not is_shared, "context parallelism needs packed sequences"
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
         return self._attend(query, key, value).transpose(0, 1).flatten(2)
 
-    def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> Tensor:
-        """`bounds` is [sequences + 1] int32: where each sequence starts, and the end."""
+    def _attend_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: FoldedSeqParams
+    ) -> Tensor:
         if can_attend(query) and value.shape[-1] == query.shape[-1]:
             _, heads, dim = query.shape
+            bounds = packed.cu_seqlens_q
             sizes = Attention(heads, key.shape[1], dim, self.scale, bounds, self.window)
             return attend(sizes, query, key, value, sinks=self.softmax_offset)
-        lengths = (bounds[1:] - bounds[:-1]).tolist()
-        sequences = zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
-        attended = [self._attend(q[None], k[None], v[None]) for q, k, v in sequences]
+        parts = (tensor.split(packed.lengths) for tensor in (query, key, value))
+        attended = [self._attend(q[None], k[None], v[None]) for q, k, v in zip(*parts, strict=True)]
         return torch.cat(attended, dim=1)[0].flatten(1)
 
-    def _attend_shared(self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> Tensor:
+    def _attend_shared(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: FoldedSeqParams
+    ) -> Tensor:
         """The same where context ranks hold positions: own queries, the keys of all.
 
-        `bounds` are those of whole sequences; the tensors hold `shard_positions` of them. The
-        gradient of keys and values goes back to the ranks that they came from.
+        `packed` is of whole sequences; the tensors hold `shard_positions` of them. The gradient of
+        keys and values goes back to the ranks that they came from.
         """
         rank, ranks = self._context.rank(), self._context.size()
         gathered = gather_from_sequence_parallel_region(
             torch.cat([key, value], dim=2), group=self._context
         )
-        order = torch.cat([shard_positions(bounds, other, ranks) for other in range(ranks)])
-        keys, values = gathered[order.argsort()].split([key.shape[2], value.shape[2]], dim=2)
-        edges = bounds.tolist()
+        order = gathered_places(packed.cu_seqlens_q, len(gathered), ranks)
+        keys, values = gathered[order].split([key.shape[2], value.shape[2]], dim=2)
         pieces: list[tuple[int, int, int]] = []
-        for start, end in zip(edges, edges[1:], strict=False):
-            length = (end - start) // (2 * ranks)
+        start = 0
+        for whole in packed.lengths:
+            length = whole // (2 * ranks)
             pieces += [
                 (length, start, start + (chunk + 1) * length) for chunk in own_chunks(rank, ranks)
             ]
+            start += whole
         queries = query.split([length for length, *_ in pieces])
         attended = [
             self._attend(own[None], keys[None, start:end], values[None, start:end])
@@ -160,8 +167,14 @@ class CausalAttention(MegatronModule):
             mask = distance >= 0
             if is_cut:
                 mask &= distance <= self.window
+        rows, width = query.shape[1], value.shape[3]
         if self.softmax_offset is not None:
             query, key, value, mask = self._with_sinks(query, key, value, mask)
+        if mask is not None or query.dtype == torch.float32:
+            # torch's CUDA kernel for a mask or float32 knows no grouped queries. Without it torch
+            # keeps the scores of all pairs (sdp_utils.cpp: can_use_mem_efficient_attention).
+            each = query.shape[2] // key.shape[2]
+            key, value = (tensor.repeat_interleave(each, dim=2) for tensor in (key, value))
         attended = F.scaled_dot_product_attention(
             *(tensor.transpose(1, 2) for tensor in (query, key, value)),
             attn_mask=mask,
@@ -169,21 +182,30 @@ class CausalAttention(MegatronModule):
             scale=self.scale,
             enable_gqa=query.shape[2] != key.shape[2],
         )
-        return attended.transpose(1, 2).to(dtype)
+        # Sinks add a row before the others, and dimensions after the others.
+        return attended.transpose(1, 2)[:, -rows:, :, :width].to(dtype)
 
     def _with_sinks(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same with one more key and value of zeros, whose score a float mask gives."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The same after one more key, whose score is the head's sink and whose value is zeros.
+
+        A float mask would hold the scores of all heads and pairs. Instead, each head has more
+        dimensions: the sink over the scale in a query, 1 in the new key, and 0 in all other keys.
+        """
         assert self.softmax_offset is not None
-        rows, length = query.shape[1], key.shape[1]
-        if mask is None:
-            mask = torch.ones(rows, length, dtype=torch.bool, device=query.device).tril()
-        seen = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
-        sinks = self.softmax_offset.to(query.dtype)[:, None, None].expand(-1, rows, 1)
-        scores = torch.cat([seen.expand(len(sinks), -1, -1), sinks], dim=2)
-        key, value = (F.pad(tensor, (0, 0, 0, 0, 0, 1)) for tensor in (key, value))
-        return query, key, value, scores[None]
+        sinks = F.pad((self.softmax_offset / self.scale)[:, None], (0, _SINK_DIMS - 1))
+        query = torch.cat([query, sinks.to(query.dtype).expand(*query.shape[:2], -1, -1)], dim=3)
+        batch, length, groups, _ = key.shape
+        marks = key.new_zeros(batch, length + 1, groups, _SINK_DIMS)
+        marks[:, 0, :, 0] = 1
+        key = torch.cat([F.pad(key, (0, 0, 0, 0, 1, 0)), marks], dim=3)
+        # As wide as keys, which torch's fastest kernel asks for.
+        value = F.pad(value, (0, _SINK_DIMS, 0, 0, 1, 0))
+        if mask is not None:
+            return query, key, value, F.pad(mask, (1, 0), value=True)
+        # A query before all others sees the new key alone: attention stays causal without a mask.
+        return F.pad(query, (0, 0, 0, 0, 1, 0)), key, value, None
 
     def sharded_state_dict(
         self,

@@ -10,7 +10,7 @@ The order on a rank:
     load_weights(model, shape, cfg.model.path)          # megatron_rl.weights.folders.load
     optimizer = build_optimizer(cfg.optimizer, model)   # copies the masters: after the load
 
-Forward: `model[0](tokens, position_ids, None, packed_seq_params=packed_params(starts, longest))`,
+Forward: `model[0](tokens, position_ids, None, packed_seq_params=packed_params(starts, lengths))`,
 with tokens and position_ids [1, positions] int64. The sequences fill the positions (padding is a
 sequence too); a context rank gives its own positions, but the starts of whole sequences. The
 trainer calls it within `last_stage.without_output_layer`. Then the last pipeline stage returns
@@ -331,16 +331,17 @@ def sum_gradients(
 def packed(lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedSeqParams:
     """Description of sequences packed into a [1, tokens] input."""
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return packed_params(bounds.to(device), max(lengths))
+    return packed_params(bounds.to(device), lengths)
 
 
 def packed_params(
-    bounds: torch.Tensor, longest: int, folding: Folding | None = None
+    bounds: torch.Tensor, lengths: Sequence[int], folding: Folding | None = None
 ) -> PackedSeqParams:
-    """The same from cumulative lengths: bounds [sequences + 1] int32, from 0.
+    """The same with cumulative lengths: bounds [sequences + 1] int32, from 0.
 
     folding: how the input leaves out positions that sequences share.
     """
+    longest = max(lengths)
     return FoldedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -349,5 +350,6 @@ def packed_params(
         # sequences, positions would not restart (rope_utils.py:_apply_rotary_pos_emb_thd).
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        lengths=tuple(lengths),
         folding=folding,
     )

@@ -26,7 +26,7 @@ class MicroBatch:
     tokens: Tensor  # [1, positions] int64
     position_ids: Tensor  # [1, positions] int64, from 0 in each sequence
     sequence_starts: Tensor  # [sequences + 1] int32, cumulative lengths, of rows if folded
-    longest: int  # positions of the longest sequence
+    lengths: tuple[int, ...]  # positions of each sequence, for code that shall not read a device
     loss_positions: Tensor  # [target tokens] int64, index into positions
     targets: Tensor  # [target tokens] int64, token id
     generator_logprobs: Tensor  # [target tokens] float32
@@ -50,6 +50,11 @@ class MicroBatch:
     """Positions at the end that give all microbatches one size (`fill`)."""
     temperature: float = 1.0
     """As in MinibatchShare."""
+
+    @property
+    def longest(self) -> int:
+        """Positions of the longest sequence."""
+        return max(self.lengths)
 
     @property
     def rows(self) -> int:
@@ -111,7 +116,7 @@ def collate(
         tokens=_tensor(tokens, torch.int64)[None],
         position_ids=_tensor(np.concatenate([np.arange(n) for n in lengths]), torch.int64)[None],
         sequence_starts=_tensor(starts, torch.int32),
-        longest=max(lengths),
+        lengths=tuple(lengths),
         loss_positions=_tensor(np.concatenate(loss_positions), torch.int64),
         **_per_target(sequences, rows),
         expert_choices=(
@@ -194,7 +199,7 @@ def _collate_shared(sequences: list[TrainSequence], multiple: int) -> MicroBatch
         tokens=_tensor(shared.tokens[shared.rows], torch.int64)[None],
         position_ids=_tensor(position_ids[shared.rows], torch.int64)[None],
         sequence_starts=_tensor(starts, torch.int32),
-        longest=max(shared.lengths),
+        lengths=tuple(shared.lengths),
         loss_positions=_tensor(shared.loss_positions, torch.int64),
         **_per_target(sequences, rows_of(sequences)),
         folding=Folding(_tensor(shared.positions, torch.int64), _tensor(shared.rows, torch.int64)),
@@ -289,7 +294,7 @@ def fill(batch: MicroBatch, positions: int, *, vocab: int) -> MicroBatch:
         tokens=torch.cat([batch.tokens[0], filling])[None],
         position_ids=torch.cat([batch.position_ids[0], torch.arange(missing) % FILL_TOKENS])[None],
         sequence_starts=torch.cat([batch.sequence_starts, ends.int()]),
-        longest=max(batch.longest, int(lengths.max())),
+        lengths=(*batch.lengths, *lengths.tolist()),
         expert_choices=choices,
         filling=missing,
     )

@@ -146,7 +146,8 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
     """
     shape = read_shape(cfg.model.path)
     check_parallel(shape, cfg.parallel)
-    backend = select_backend(cfg.model)
+    attention = shape.attention(is_deterministic=cfg.train.deterministic)
+    backend = select_backend(cfg.model, attention)
     if cfg.train.deterministic:
         backend.make_deterministic()
     backend.check_offload(cfg.optimizer)

@@ -10,7 +10,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rl.backend.context import positions_within, shard_positions
+from megatron_rl.backend.context import gathered_places, positions_within, shard_positions
 from megatron_rl.backend.cpu import patches
 from megatron_rl.backend.cpu.layers import CausalAttention
 from megatron_rl.trainer.model.build import packed
@@ -69,6 +69,33 @@ def test_packed_and_padded_attention_equal_the_slow_version(window: int | None) 
     torch.testing.assert_close(core(*batch, None), torch.stack([expected[0], expected[3]], dim=1))
 
 
+def largest_kept(core: CausalAttention, length: int) -> int:
+    """Elements of the largest tensor that the backward pass of one sequence needs."""
+    sizes: list[int] = []
+    inputs = [torch.randn(1, length, h, DIM).requires_grad_() for h in (HEADS, KV_HEADS, KV_HEADS)]
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: sizes.append(tensor.numel()) or tensor, lambda tensor: tensor
+    ):
+        core._attend(*inputs)
+    return max(sizes)
+
+
+@pytest.mark.parametrize("softmax_type", ["vanilla", "learnable"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_no_scores_of_all_heads_and_pairs_are_kept(window: int | None, softmax_type: str) -> None:
+    length = 256
+    core = attention(window, softmax_type=softmax_type)
+    if core.softmax_offset is not None:
+        core.softmax_offset.data.zero_()
+    # A sink adds a position, and 8 dimensions to each head.
+    more = softmax_type == "learnable"
+    rows = (length + more) * HEADS * (DIM + 8 * more)
+    # The mask of a window, which all heads share; a sink has a column in it.
+    mask = length * (length + more) if window else 0
+    assert largest_kept(core, length) == max(rows, mask)
+    assert max(rows, mask) < HEADS * length * length / 3
+
+
 def random_inputs(lengths: list[int]) -> list[Tensor]:
     """Query, key and value of all positions, and the weights of the result in a sum."""
     torch.manual_seed(0)
@@ -116,6 +143,8 @@ def test_a_context_rank_holds_an_early_and_a_late_chunk_of_each_sequence() -> No
     assert shard_positions(bounds, 1, 2).tolist() == [2, 3, 4, 5, 9, 10]
     assert shard_positions(bounds, 0, 1).tolist() == list(range(12))
     for ranks in (1, 2):
+        of_all = torch.cat([shard_positions(bounds, rank, ranks) for rank in range(ranks)])
+        assert torch.equal(of_all[gathered_places(bounds, 12, ranks)], torch.arange(12))
         for rank in range(ranks):
             own = shard_positions(bounds, rank, ranks)
             starts = torch.tensor([max(int(e) for e in bounds[:-1] if e <= at) for at in own])

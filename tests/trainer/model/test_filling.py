@@ -26,7 +26,7 @@ def test_filling_comes_after_the_sequences_in_pieces_of_their_tokens() -> None:
     assert filled.sequence_starts.dtype == torch.int32
     assert filled.position_ids[0, has:].tolist() == [*range(PIECE), *range(PIECE), *range(5)]
     assert filled.longest == PIECE > plain.longest
-    changed = {"tokens", "position_ids", "sequence_starts", "longest", "filling"}
+    changed = {"tokens", "position_ids", "sequence_starts", "lengths", "filling"}
     for name in vars(plain).keys() - changed:
         before, after = getattr(plain, name), getattr(filled, name)
         assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before is after
