@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from megatron_rl.config.generator import MOST_PASSED_BY, Argument
+from megatron_rl.config.hf_config import positions_of
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.render import read_values
 from megatron_rl.protocol.types import Receive, Sampling, VersionSpan
 from megatron_rl.protocol.wire import LOOPBACK
 
@@ -216,12 +218,26 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         colocate=generator.colocate,
         has_wide_head=config.model.has_wide_head,
         returns_expert_choices=config.train.router_replay,
+        may_exceed_model=_has_uncounted_positions(config),
         watchdog_timeout_s=longest_pause_s(config),
         stops_at_text=bool(config.sampling.stop),
         is_deterministic=generator.deterministic,
         extra_args=generator.extra_args,
         env={name: str(value) for name, value in generator.env.items()},
     )
+
+
+def _has_uncounted_positions(config: Config) -> bool:
+    """Whether sequences fit the model by a scaling, but exceed its max_position_embeddings.
+
+    SGLang 0.5.23 counts no factor of yarn (get_context_length), and would refuse to start. Its
+    table of angles has original_max_position_embeddings times the factor.
+    """
+    values = read_values(config.model.path / "config.json")
+    positions = positions_of(values)
+    if positions is None:
+        return False
+    return values["max_position_embeddings"] < config.generator.context_tokens <= positions
 
 
 def longest_pause_s(config: Config) -> float:

@@ -207,12 +207,8 @@ class SGLangEngine:
     async def _stop(self) -> None:
         if not self._is_paused:  # else paused by a syncer that died before it could resume
             self._is_serving.clear()
-            recomputes = self._setup.recomputes_kv_cache
-            mode = "retract" if recomputes else "in_place"
+            mode = "retract" if self._setup.recomputes_kv_cache else "in_place"
             await self._post("/pause_generation", {"mode": mode})
-            if recomputes:
-                # Retracted requests would find their prompts in the prefix cache.
-                await self._post("/flush_cache", {})
             self._is_paused = True
             # Later requests have a separate prefix cache, even if a version number comes again.
             self._epoch += 1
@@ -258,18 +254,26 @@ class SGLangEngine:
         body = {
             "serialized_named_tensors": [NO_TENSORS] * self.world_size,
             "load_format": self.loader,
-            "flush_cache": False,
+            # At the end, and with the memory that SGLang has cached: /flush_cache gives it back.
+            "flush_cache": version is not None and self._setup.recomputes_kv_cache,
+            "torch_empty_cache": False,
         }
         if version is not None:
             body["weight_version"] = str(version)
         await self._post("/update_weights_from_tensor", body, timeout_s)
 
     async def resume(self, version: int) -> None:
-        """Continue under `version`."""
+        """Continue under `version`.
+
+        To recompute, the prefix cache is emptied: retracted requests would find their prompts in
+        it.
+        """
         if self._is_loaded_by_slices:
             # Only now are the slices known to be whole.
             await self._call_loader(Nothing(), version=version)
             self._is_loaded_by_slices = False
+        elif self._setup.recomputes_kv_cache:
+            await self._post("/flush_cache", {})
         await self._end_update()
         self.version = version
         # By default SGLang returns its cached memory here, and allocates it anew while it serves.

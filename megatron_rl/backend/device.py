@@ -184,6 +184,8 @@ class Backend:
     def free_cache(self) -> None:
         """Give what torch keeps of freed memory back to the device, for other processes on it."""
         if self.device.type == "cuda":
+            # Memory that an engine had opened stays in use until torch asks whether it let go.
+            torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
     def random_states(self) -> dict[str, Any]:

@@ -8,13 +8,13 @@ import socket
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 
 import psutil
 
+from megatron_rl.backend.cpu.sglang import torch_is_for_cpu
 from megatron_rl.backend.gpu_host import find_cuda_home
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.nccl_settings import CALL_LIMIT_S, CHOSEN, call_limit
@@ -51,8 +51,7 @@ def device_of_host(gpus: Sequence[str], torch_version: str | None = None) -> Dev
 
     torch_version: default: that of the installed package, which may be a build without CUDA.
     """
-    torch_version = version("torch") if torch_version is None else torch_version
-    return "cuda" if gpus and not torch_version.endswith("+cpu") else "cpu"
+    return "cuda" if gpus and not torch_is_for_cpu(torch_version) else "cpu"
 
 
 def uses_gpus(device: DeviceKind) -> bool:

@@ -41,7 +41,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.layer_choice import PLAIN, Device, engine_fault
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.model_checks import find_device
-from megatron_rl.launcher.placement import listed_gpus
+from megatron_rl.launcher.placement import found_gpus
 from megatron_rl.launcher.ports import is_free, resolve_ports
 from megatron_rl.launcher.preflight import find_compiler
 from megatron_rl.launcher.run_folder import CONFIG
@@ -139,7 +139,7 @@ def list_listening(run_dir: Path, console: Console, *, as_json: bool = False) ->
 
 def check_collectives(console: Console) -> int:
     """Print what two GPUs of this node exchange; 1 if they cannot. Raises InputError."""
-    gpus = listed_gpus()
+    gpus = found_gpus()
     if len(gpus) < 2 or not uses_gpus(device_of_host(gpus, _version("torch") or "")):
         raise InputError(
             f"--nccl needs two GPUs and torch for CUDA; this node lists {len(gpus)} GPUs and has "
@@ -222,7 +222,7 @@ def _enough(what: str, found: int, needed: int, fix: str) -> tuple[bool, str, st
 
 def _check_gpu_host() -> Sequence[tuple[bool | None, str, str]]:
     """Check the needs of engines and trainer ranks on GPUs."""
-    gpus = listed_gpus()
+    gpus = found_gpus()
     if not gpus:
         return [(True, "GPUs", "none: runs use the CPU")]
     device = device_of_host(gpus, _version("torch") or "")

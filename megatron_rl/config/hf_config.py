@@ -53,12 +53,27 @@ class MlpSizes:
 
 def positions_of(values: Mapping[str, Any]) -> int | None:
     """Positions that a model has by its config.json, with scaling; None: it does not say."""
+    positions = values.get("max_position_embeddings")
+    if positions is None:
+        return None
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     # Layers of several kinds have one each.
-    kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]
-    stretch = max(float(one.get("factor") or 1.0) for one in kinds)
-    positions = values.get("max_position_embeddings")
-    return None if positions is None else int(positions * max(stretch, 1.0))
+    kinds = [one for one in rope.values() if isinstance(one, dict)] or [rope]
+    return max(_stretched(one, values, positions) for one in kinds)
+
+
+def _stretched(rope: Mapping[str, Any], values: Mapping[str, Any], positions: int) -> int:
+    """max_position_embeddings with the scaling of one table."""
+    kind, factor = rope.get("rope_type") or rope.get("type"), float(rope.get("factor") or 1.0)
+    if kind in ("llama3", "longrope"):
+        # The factor is in max_position_embeddings already.
+        return positions
+    if kind == "yarn":
+        key = "original_max_position_embeddings"
+        original = values.get(key) or rope.get(key) or positions
+        # Qwen3's recipe leaves max_position_embeddings at 40960 beside 4 x 32768 positions.
+        return int(original * factor) if rope.get("factor") else positions
+    return int(positions * max(factor, 1.0))
 
 
 def full_layers(values: Mapping[str, Any]) -> tuple[int, ...]:

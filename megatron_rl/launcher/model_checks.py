@@ -138,8 +138,8 @@ def check_positions(config: Config) -> None:
     if positions is not None and longest > positions:
         raise InputError(
             f"generator.context_tokens = {longest} is above the {positions} positions of "
-            f"model.path = {config.model.path} (max_position_embeddings in config.json, times the "
-            f"factor of a rotary scaling), and {engine} serves no longer sequences: lower it, and "
+            f"model.path = {config.model.path} (max_position_embeddings in config.json, with its "
+            f"rotary scaling), and {engine} serves no longer sequences: lower it, and "
             "sampling.max_new_tokens with it, or choose another model"
         )
 
@@ -317,9 +317,11 @@ def check_scorer(config: Config, shape: ModelShape, own: ModelShape, folder: Pat
     key, normed = "scorer.tensor_parallel", shape.jointly_normed
     check_engine_tensor(ranks, shape.heads, normed_heads=normed, key=key)
     longest = config.generator.context_tokens
-    if shape.max_positions < longest:
+    values = {"max_position_embeddings": shape.max_positions, **read_values(folder / "config.json")}
+    positions = positions_of(values)
+    if positions is not None and positions < longest:
         raise InputError(
-            f"generator.context_tokens = {longest} is above the {shape.max_positions} positions of "
+            f"generator.context_tokens = {longest} is above the {positions} positions of "
             f"algorithm.reference.policy = {folder}: lower generator.context_tokens, or choose "
             "another reference"
         )

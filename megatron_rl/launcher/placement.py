@@ -1,4 +1,4 @@
-"""Assigns roles to nodes and GPUs. Pure except `listed_gpus`.
+"""Assigns roles to nodes and GPUs. Pure except `listed_gpus` and `found_gpus`.
 
 Used by the launcher. GPUs are counted through all nodes: first the trainer's ranks, then the
 engines, then the scorer. An engine spans several nodes only if it has more ranks than a node has
@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass, field
 
+from megatron_rl.backend.cpu.sglang import torch_is_for_cpu
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 
@@ -201,7 +202,12 @@ def gpu_environment(gpus: range, names: list[str]) -> dict[str, str]:
 
 
 def listed_gpus() -> list[str]:
-    """Names of the GPUs that this node's processes may use; [] without GPUs."""
+    """Names of the GPUs that this node's processes use; [] without GPUs, or torch for them."""
+    return [] if torch_is_for_cpu() else found_gpus()
+
+
+def found_gpus() -> list[str]:
+    """Names of the GPUs that this node shows, whatever torch was built for."""
     if GPUS_VARIABLE in os.environ:
         return [name for name in os.environ[GPUS_VARIABLE].split(",") if name]
     if shutil.which("nvidia-smi") is None:

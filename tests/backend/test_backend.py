@@ -157,6 +157,19 @@ def test_an_exchange_that_the_layers_do_not_know_is_an_input_error(
         backend.context_exchange(parallel, has_window=True)
 
 
+def test_memory_that_engines_have_let_go_is_given_back_with_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    for name in ("ipc_collect", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: asked.append(name))
+    Backend(torch.device("cpu"), "gloo", "local").free_cache()
+    assert asked == []
+    Backend(torch.device("cuda", 0), "nccl", "local").free_cache()
+    # First what was shared comes into the cache, then the cache goes back.
+    assert asked == ["ipc_collect", "empty_cache"]
+
+
 def test_wrong_count_of_ranks_is_an_input_error() -> None:
     text = run_ranks(refusal, 1, ModelConfig(), ParallelConfig(tensor=2, data=3))[0]
     assert "1 trainer ranks were started" in text and "needs 6" in text

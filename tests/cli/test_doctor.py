@@ -36,7 +36,7 @@ def test_a_missing_bubblewrap_limits_a_machine_and_is_not_missing(
     assert is_good is doctor.LIMITED and what == "sandbox for programs"
     for name in ("_check_packages", "_check_machine", "_check_loopback"):
         monkeypatch.setattr(doctor, name, list)
-    monkeypatch.setattr(doctor, "listed_gpus", tuple)
+    monkeypatch.setattr(doctor, "found_gpus", tuple)
     count, text = told()
     (row,) = (line for line in text.splitlines() if "sandbox" in line and "│" in line)
     assert count == 0 and "limited" in row and "!!" not in text
@@ -64,7 +64,7 @@ def test_what_is_missing_is_counted_and_named_again_at_the_end(
 def test_a_machine_that_lacks_nothing_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_check_packages", "_check_machine", "_check_sandbox", "_check_loopback"):
         monkeypatch.setattr(doctor, name, list)
-    monkeypatch.setattr(doctor, "listed_gpus", tuple)
+    monkeypatch.setattr(doctor, "found_gpus", tuple)
     count, text = told()
     assert count == 0 and "none: runs use the CPU" in text
     assert text.strip().endswith("Nothing is missing.")
@@ -90,7 +90,7 @@ def test_a_file_system_without_locks_is_named_with_what_to_set(
 def test_nccl_is_not_checked_without_two_gpus(
     gpus: list[str], version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "listed_gpus", lambda: gpus)
+    monkeypatch.setattr(doctor, "found_gpus", lambda: gpus)
     monkeypatch.setattr(doctor, "_version", lambda name: version)
     with pytest.raises(
         InputError, match=f"lists {len(gpus)} GPUs and has torch {re.escape(version)}"

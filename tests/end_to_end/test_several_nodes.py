@@ -210,15 +210,14 @@ def test_the_lines_for_ssh_start_a_run(config_path: Path, tmp_path: Path) -> Non
     for name, meant in {
         "/shared/runs/first": run_dir, "my.toml": config_path, "10.0.0.1": ADDRESS,
         "10.0.0.2": ADDRESS, ".venv/bin/megatron-rl": f"{sys.executable} -m megatron_rl.cli.main",
+        # This node has no GPUs to count.
+        "--nodes ${#NODES[@]}": "--nodes ${#NODES[@]} --gpus-per-node 1",
     }.items():  # fmt: skip
         assert name in lines
         lines = lines.replace(name, str(meant))
     (tmp_path / "ssh").write_text(SSH)
     (tmp_path / "ssh").chmod(0o755)
-    host = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0",
-        "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+    host = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         ["bash", "-c", lines], cwd=ROOT, env=os.environ | host, capture_output=True, text=True,
         timeout=250,

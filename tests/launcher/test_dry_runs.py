@@ -95,6 +95,7 @@ def command_of(name: str) -> list[str]:
 
 
 @pytest.mark.slow(40)
+@pytest.mark.usefixtures("torch_for_gpus")
 @pytest.mark.parametrize(
     "name",
     [
@@ -137,6 +138,7 @@ def test_every_shipped_configuration_passes_on_nodes_of_8_gpus(
     assert code == 0 and left_by(files) == before, text
 
 
+@pytest.mark.usefixtures("torch_for_gpus")
 def test_a_run_of_several_nodes_says_its_places_or_how_many_nodes_it_needs(
     files: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,

@@ -20,6 +20,7 @@ def test_bad_input_is_refused_before_a_run_is_prepared(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("torch_for_gpus")
 def test_a_node_needs_a_prepared_run_its_place_and_its_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

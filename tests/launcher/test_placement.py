@@ -122,6 +122,7 @@ def test_shared_gpus_need_a_method_that_works_there(
             load_config(None, overrides)
 
 
+@pytest.mark.usefixtures("torch_for_gpus")
 def test_a_role_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,GPU-5a,7")
     names = listed_gpus()

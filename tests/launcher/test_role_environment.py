@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megatron_rl.backend import environment
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import phases
@@ -88,12 +87,12 @@ WAYS = pytest.mark.parametrize("start", [start_on_one_node, start_on_the_first_o
 
 
 @WAYS
+@pytest.mark.usefixtures("torch_for_gpus")
 def test_collectives_are_set_alike_for_all_roles(
     start: Any, tmp_path: Path, started: Environments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else ranks of trainer and engine could not share a communicator."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    monkeypatch.setattr(environment, "version", lambda package: "2.14.1")
     for name in COLLECTIVES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
@@ -104,11 +103,11 @@ def test_collectives_are_set_alike_for_all_roles(
 
 
 @WAYS
+@pytest.mark.usefixtures("torch_for_gpus")
 def test_roles_that_compute_on_gpus_keep_their_threads_and_the_compiler(
     start: Any, tmp_path: Path, started: Environments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    monkeypatch.setattr(environment, "version", lambda package: "2.14.1")
     start(tmp_path)
     assert {role: settings(found) for role, found in started.items()} == {
         "rollout_queue": CPU_SETTINGS,
@@ -122,12 +121,12 @@ def test_roles_that_compute_on_gpus_keep_their_threads_and_the_compiler(
 
 
 @WAYS
+@pytest.mark.usefixtures("torch_for_gpus")
 def test_what_the_user_said_of_threads_counts_more(
     start: Any, tmp_path: Path, started: Environments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    monkeypatch.setattr(environment, "version", lambda package: "2.14.1")
     start(tmp_path)
     assert settings(started["trainer"]) == {"OMP_NUM_THREADS": "3"}
 
@@ -137,7 +136,6 @@ def test_all_roles_of_a_host_without_gpus_take_one_thread_and_compile_nothing(
     start: Any, tmp_path: Path, started: Environments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(environment, "version", lambda package: "2.14.1+cpu")
     start(tmp_path)
     roles = {"rollout_queue", "verification", "generation", "trainer"}
     assert {role: settings(found) for role, found in started.items()} == dict.fromkeys(

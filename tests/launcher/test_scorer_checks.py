@@ -64,6 +64,17 @@ def test_a_teacher_that_cannot_be_served_is_refused(
         check_reference(load_config(None, [*overrides, *given]))
 
 
+def test_a_teacher_has_the_positions_of_its_scaling(tmp_path: Path, overrides: list[str]) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    shape = TEACHER | {"max_position_embeddings": 640, "rope_scaling": yarn}
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(shape))
+    check_reference(load_config(None, overrides))
+    shape["rope_scaling"]["factor"] = 2.0
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(shape))
+    with pytest.raises(InputError, match="2048 is above the 1024 positions of"):
+        check_reference(load_config(None, overrides))
+
+
 def test_more_foreign_ids_than_an_engine_leaves_out_are_refused(
     tmp_path: Path, overrides: list[str]
 ) -> None:

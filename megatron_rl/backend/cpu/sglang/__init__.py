@@ -5,6 +5,7 @@ processes through PYTHONPATH, never by ours.
 """
 
 import ctypes
+import importlib.metadata
 import json
 import os
 import sys
@@ -16,8 +17,23 @@ FFN_MULTIPLE = 32
 """SGLang 0.5.23 pads the MLP units of each tensor rank to a multiple of it, only on the CPU."""
 
 
+def torch_is_for_cpu(torch_version: str | None = None) -> bool:
+    """Whether torch is a build without CUDA, as `tools/install.sh cpu` installs it.
+
+    torch_version: default: that of the installed package, which need not be loaded.
+    """
+    try:
+        given = importlib.metadata.version("torch") if torch_version is None else torch_version
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return given.endswith("+cpu")
+
+
 def is_needed() -> bool:
-    """Whether this host offers no CUDA device. Asks the driver, so torch need not be loaded."""
+    """Whether engines compute on the CPU: torch is built for it, or the driver has no device."""
+    # A laptop has the driver of its card, whatever is installed here.
+    if torch_is_for_cpu():
+        return True
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
