@@ -12,6 +12,7 @@ import fnmatch
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 
@@ -26,10 +27,13 @@ from generation.sglang_command import (
 from generation.sglang_orders import LOADER
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.render import read_values
+from megatron_rl.weights.layout.rope import read_rope
 
 _PARSE_LIMIT_S = 120.0
 _WORDS_BEFORE = 3
 """Words of a command before its arguments: interpreter, -m, module."""
+_FUSED_ROTATION = "--enable-fused-qk-norm-rope"
 _OWN_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "SGLANG_EXTERNAL_MODEL_PACKAGE",
     MEETS_BY, "MASTER_ADDR", "MASTER_PORT",
@@ -38,7 +42,7 @@ _OF_THE_RUN = (
     # Arguments that `server_command` gives in some runs only.
     "disable-overlap-schedule", "quantization", "enable-return-routed-experts",
     "enable-memory-saver", "skip-tokenizer-init", "nccl-port", "nnodes", "node-rank",
-    "dist-init-addr",
+    "dist-init-addr", "moe-runner-backend",
     # Where an engine runs, and which peers may reach it.
     "help", "config", "device", "base-gpu-id", "gpu-id-step", "nccl-init-addr", "use-ray",
     "revision", "api-key", "admin-api-key", "ssl-*", "enable-ssl-refresh", "enable-http2",
@@ -91,11 +95,23 @@ def check_extras(config: Config) -> None:
     for name in setup.env:
         if name in own or name in _OWN_VARIABLES or name.startswith("MEGATRON_RL_"):
             raise InputError(f"generator.env.{name}: the run sets it itself; leave it out")
+    if _FUSED_ROTATION in map(option_of, setup.extra_args) and is_stretched(setup.model):
+        # SGLang 0.5.23 gives this kernel yarn's factor by another rule than its other kernels, and
+        # for a linear stretch too (models/qwen3_moe.py: compute_yarn_parameters).
+        raise InputError(
+            f"generator.extra_args.{_FUSED_ROTATION.removeprefix('--')}: where config.json scales "
+            "rotary embeddings, the kernel turns positions otherwise than the trainer; leave it out"
+        )
     if setup.extra_args:
         command = server_command(dataclasses.replace(setup, extra_args={}), LOADER)
         fault = _ask(Question(command[_WORDS_BEFORE:], dict(setup.extra_args)), own)
         if fault:
             raise InputError(fault)
+
+
+def is_stretched(model: Path) -> bool:
+    """Whether the model folder's config.json scales rotary embeddings."""
+    return read_rope(read_values(model / "config.json"), model)["rope_type"] != "default"
 
 
 def _ask(question: Question, environment: dict[str, str]) -> str:

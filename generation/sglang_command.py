@@ -89,7 +89,7 @@ def server_command(setup: EngineSetup, loader: str, folder: Path | None = None) 
         f"--custom-weight-loader={loader}",
         *([f"--quantization={setup.quantization}"] if setup.quantization else []),
         *(["--enable-fp32-lm-head"] if setup.has_wide_head else []),
-        *_family_flags(Path(setup.model)),
+        *_family_flags(Path(setup.model), setup.quantization),
         *(["--enable-return-routed-experts"] if setup.returns_expert_choices else []),
     ]
     if setup.is_deterministic and not sglang_cpu.is_needed():
@@ -152,7 +152,7 @@ def server_environment(setup: EngineSetup, folder: Path | None = None) -> dict[s
     }
 
 
-def _family_flags(model: Path) -> list[str]:
+def _family_flags(model: Path, quantization: str) -> list[str]:
     """What the server must be told of the model's family."""
     family, flags = _family_of(model), list[str]()
     if family is not None and family.wrapper is not None:
@@ -161,13 +161,22 @@ def _family_flags(model: Path) -> list[str]:
     if family is not None and family.experts is not None and family.experts.shared:
         # It would store the shared expert as one more routed expert, on CUDA alone.
         flags.append("--disable-shared-experts-fusion")
-    if family is not None and family.pairs_units:
-        # Its own choice for these experts, triton_kernel, stores them transposed.
+    if family is not None and _stores_in_order(family, model, quantization):
+        # By its own choice experts may lie otherwise than slices say: up before gate and in blocks
+        # (flashinfer_trtllm, on Blackwell), or transposed (triton_kernel, for gpt-oss).
         flags.append("--moe-runner-backend=triton")
     if family is not None and family.has_sinks and sglang_cpu.is_needed():
         # Its attention on the CPU reads the cache of a layer with a window by the slots of others.
         flags.append("--disable-hybrid-swa-memory")
     return flags
+
+
+def _stores_in_order(family: Family, model: Path, quantization: str) -> bool:
+    """Whether experts must lie as slices say: not those of codes, which only frozen models have."""
+    if family.pairs_units or family.experts is None:
+        return family.pairs_units
+    has_codes = json.loads((model / "config.json").read_text()).get("quantization_config")
+    return not has_codes and quantization in ("", "fp8")
 
 
 def _family_environment(model: Path) -> dict[str, str]:

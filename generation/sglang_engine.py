@@ -33,7 +33,15 @@ from generation.engine import Completion, EngineError, EngineSetup
 from generation.sglang_command import RELEASED, server_command, server_environment, write_api_key
 from generation.sglang_direct import DirectRequests, direct_request, read_ended
 from generation.sglang_http import HttpRequests, load_time, post
-from generation.sglang_orders import LOADER, NO_TENSORS, Nothing, Order, orders_path, write_order
+from generation.sglang_orders import (
+    LOADER,
+    NO_TENSORS,
+    Keep,
+    Nothing,
+    Order,
+    orders_path,
+    write_order,
+)
 from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.protocol.engine_requests import SOCKET_VARIABLE
 from megatron_rl.protocol.types import Receive, Sampling
@@ -81,6 +89,7 @@ class SGLangEngine:
         self._is_paused = False
         self._is_updating = False
         self._has_released = False
+        self._has_kept = False
         self._is_loaded_by_slices = False
 
     async def start(self) -> None:
@@ -218,9 +227,22 @@ class SGLangEngine:
         assert self._setup.recomputes_kv_cache, "its scheduler would end, as requests still run"
         await self._stop()
         if not self._has_released:
+            await self._keep_unsent()
             # Before the answer: the server obeys a late order too, and in order.
             self._has_released = True
             await self._post("/release_memory_occupation", {"tags": RELEASED})
+
+    async def _keep_unsent(self) -> None:
+        """Before the first release: have the loader keep what no weight sync brings back."""
+        if self._has_kept:
+            return
+        # A failed weight sync may have left an update open, which the next one then continues.
+        was_updating = self._is_updating
+        await self._begin_update()
+        await self._call_loader(Keep())
+        if not was_updating:
+            await self._end_update()
+        self._has_kept = True
 
     async def reclaim(self) -> None:
         """Take the memory again."""

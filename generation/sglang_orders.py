@@ -25,7 +25,11 @@ class Nothing(msgspec.Struct, frozen=True, tag="Nothing"):
     """Do nothing: SGLang takes a new version only with a call of the loader."""
 
 
-Order = Receive | Nothing
+class Keep(msgspec.Struct, frozen=True, tag="Keep"):
+    """Copy to the host's memory what no weight sync sends: it is lost when memory is released."""
+
+
+Order = Receive | Nothing | Keep
 VISIBLE_S = 60.0
 """Seconds within which a shared file system shows a write to another node."""
 _LOOK_S = 0.05

@@ -33,8 +33,28 @@ from megatron_rl.weights.layout.slices import shown
 _PLAIN = (
     "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod",
 )  # fmt: skip
+_OF_EXPERTS = ("UnquantizedFusedMoEMethod", "Fp8MoEMethod")
 _OF_KV_CACHE = "Fp8KVCacheMethod"
 """Its two parameters scale the KV cache. No tensor of the policy belongs to them."""
+
+
+def check_runners(model: Module) -> None:
+    """Raise ValueError unless all experts lie as slices say, which Triton's runner needs.
+
+    Other runners want up before gate, or permute rows (SGLang 0.5.23, fused_moe_triton/layer.py).
+    """
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if type(method).__name__ not in _OF_EXPERTS:
+            continue
+        runner = method.get_moe_runner_backend(module)
+        if runner is None or not runner.is_triton():
+            given = "none" if runner is None else runner.value
+            raise ValueError(
+                f"{name}: experts of SGLang's runner {given!r} lie in another order than weight "
+                "syncs write. Only 'triton' is allowed: leave out "
+                "generator.extra_args.moe-runner-backend and SGLANG_* of generator.env"
+            )
 
 
 def is_quantised(model: Module) -> bool:
@@ -166,11 +186,6 @@ def _check_method(name: str, method: Any) -> None:
         raise ValueError(
             f"{name}: the engine's model folder holds codes (block scales: {method.block_quant}). "
             "Slices are quantised only as SGLang quantises a folder without codes: give it one"
-        )
-    if kind == "Fp8MoEMethod" and not method.runner.runner_backend.is_triton():
-        raise ValueError(
-            f"{name}: experts for SGLang's runner {method.runner.runner_backend.value!r} may be "
-            'permuted. Set generator.extra_args.moe-runner-backend="triton"'
         )
 
 

@@ -7,8 +7,7 @@ has SGLang load a checkpoint of tensors that have no memory either. It notes eve
 parameter.
 
 No GPU is needed, and none is used. Sizes come from config.json, the server's arguments and the
-rank. Two things depend on the GPU and are not seen: SGLang's choice of a runner of experts on
-Blackwell, and the codes that an FP8 layer makes when it is complete.
+rank. The codes that an FP8 layer makes when it is complete depend on the GPU, and are not seen.
 """
 
 import multiprocessing

@@ -126,9 +126,9 @@ def write_model(
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.linspace(-0.5, 0.5, len(buffer)))
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             # Norms and biases that are 1 and 0 would hide that they are used.
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.eval().save_pretrained(folder)
     return model

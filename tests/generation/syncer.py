@@ -172,12 +172,16 @@ class SliceSyncer:
         await asyncio.to_thread(self._trainer.ask, self._exchange)
 
     async def sync(self, model: LlamaForCausalLM, version: int) -> None:
+        await self.sync_tensors(parameters_of(model), version)
+
+    async def sync_tensors(self, named: dict[str, Tensor], version: int) -> None:
+        """named: the tensors of a model folder."""
         await self._engine.pause()
         self._attempts += 1
         exchange = of_attempt(self._exchange, self._attempts, version)
         await asyncio.gather(
             self._engine.receive(exchange.receive),
-            asyncio.to_thread(self._trainer.ask, (exchange, parameters_of(model))),
+            asyncio.to_thread(self._trainer.ask, (exchange, named)),
         )
         await self._engine.resume(version)
 

@@ -294,6 +294,27 @@ def test_a_server_holds_the_same_parameters(
         assert {n: list(size) for n, (size, _) in trace.parameters.items()} == report["parameters"]
 
 
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize(
+    ("runner", "quantization"),
+    [
+        ("flashinfer_trtllm", ""),
+        pytest.param("flashinfer_cutlass", "", marks=pytest.mark.exhaustive),
+        pytest.param("triton_kernel", "", marks=pytest.mark.exhaustive),
+        pytest.param("flashinfer_trtllm", "fp8", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_experts_in_another_order_are_refused(
+    runner: str, quantization: str, tmp_path: Path
+) -> None:
+    """As SGLang chooses by itself on some GPUs, if nothing is said."""
+    write_config(tmp_path, "Qwen3-30B-A3B")
+    more = {"moe-runner-backend": runner}
+    config = configured(tmp_path, tensor=1, quantization=quantization, **more)
+    (found,) = check_engine(config, read_shape(tmp_path))
+    assert f"model.layers.0.mlp.experts: experts of SGLang's runner {runner!r} lie in" in found
+
+
 def test_each_planted_fault_is_named() -> None:
     slices = [Slice(PART, 0, 4, 8, 4, PART, 0, 0), Slice("n", 0, 0, 8, 1, "norm", 0, 0)]
     parameters = {PART: ((8, 4), "bfloat16"), "norm": ((8,), "bfloat16")}

@@ -1,7 +1,8 @@
 """A real SGLang server gives its memory back in the middle of completions, and goes on with them.
 
-On the CPU there is no memory saver: weights and cache stay where they are. The rest is real:
-SGLang's demand that nothing runs, requests that are put back, the order of calls.
+On the CPU there is no memory saver: weights and cache stay where they are, unless a loader wipes
+them. The rest is real: SGLang's demand that nothing runs, requests that are put back, the order of
+calls.
 `tests/gpu/test_release_cuda.py` measures the memory.
 """
 
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 
 from generation.engine import Completion, EngineError, ReleasingEngine
@@ -19,6 +21,9 @@ from generation.sglang_engine import SGLangEngine
 from megatron_rl.protocol.types import Sampling
 from megatron_rl.weights.layout.shape import read_shape
 from tests.generation.engine_driver import Driver, driven, make_setup
+from tests.generation.inspected_engine import InspectedEngine
+from tests.generation.layout_loader import tensors_of
+from tests.generation.layout_models import write_model
 from tests.generation.precision import IS_EXACT, PATIENCE, assert_near, on_the_cpu
 from tests.generation.syncer import SliceSyncer, TrainerProcess
 from tests.generation.test_sglang_http import HttpEngine
@@ -27,6 +32,9 @@ from tests.generation.tiny_model import logprobs
 pytestmark = [pytest.mark.slow(20), pytest.mark.timeout(150 * PATIENCE)]
 PROMPTS = [[3 + (7 * row + i) % 60 for i in range(20 + row)] for row in range(6)]
 GREEDY, SHORT = Sampling(300, 0.0), Sampling(12, 0.0)
+ROOT = Path(__file__).resolve().parents[2]
+UNPADDED = {"vocab_size": 256, "intermediate_size": 128, "moe_intermediate_size": 64}
+"""Sizes that SGLang's CPU mode does not pad: no weight sync fills padding."""
 HELD_S = 0.7
 """That the memory stays released: in it an engine that runs would end each completion."""
 
@@ -206,6 +214,59 @@ def test_a_syncer_that_knows_nothing_of_the_release_can_sync(
     completion = driver.run(twice())
     assert [span.version for span in completion.spans] == [version]
     assert_near(completion.logprobs, logprobs(old_model, PROMPTS[0], completion.token_ids))
+
+
+@on_the_cpu
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        ("Glm4Moe", 1),
+        pytest.param("DeepseekV3", 1, marks=pytest.mark.exhaustive),
+        pytest.param("GptOss", 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_parameters_that_no_weight_sync_sends_come_back_too(
+    family: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for seed, name in enumerate(("old", "new")):
+        model = write_model(tmp_path / name, family=family, is_tied=False, seed=seed, **UNPADDED)
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    setup = make_setup(
+        tmp_path, logs / "server.log", tensor_parallel=ranks, context_tokens=200,
+        recomputes_kv_cache=True, releases_memory=True,
+    )  # fmt: skip
+    trainer = TrainerProcess()
+    with driven(InspectedEngine(setup)) as driver:
+        shape = read_shape(tmp_path / "new")
+        syncer = SliceSyncer(driver.engine, trainer, shape, f"unsent-{family}")
+
+        async def lose_all(version: int) -> None:
+            await releasing(driver).release()
+            (logs / "wipe").touch()
+            await releasing(driver).reclaim()
+            await syncer.sync_tensors(tensors_of(tmp_path / "new"), version)
+
+        driver.run(syncer.open())
+        # The first comes before any weight sync.
+        for version in (1, 2):
+            driver.run(lose_all(version))
+        found = driver.run(driver.collect(PROMPTS[0], SHORT, [0]))
+        driver.run(syncer.close())
+    trainer.close()
+    for rank in range(ranks):
+        held = torch.load(logs / f"held-{rank}.pt")
+        assert [name for name, value in held.items() if not value.isfinite().all()] == []
+        corrections = [held[name] for name in held if "correction_bias" in name]
+        assert len(corrections) == (family != "GptOss")
+        for correction in corrections:
+            assert torch.equal(correction, torch.linspace(-0.5, 0.5, 4))
+        biases = [held[name] for name in held if name.endswith("w2_weight_bias")]
+        assert [bool(bias.any()) for bias in biases] == [rank == 0] * (2 * (family == "GptOss"))
+    for completion in found:
+        expected = logprobs(model, PROMPTS[0], completion.token_ids)
+        assert_near(completion.logprobs, expected, exact=1e-4)
 
 
 def test_only_sglangs_engine_gives_memory_back(driver: Driver) -> None:

@@ -39,6 +39,8 @@ def test_what_breaks_a_run_is_refused_and_the_rest_is_sglangs_to_judge() -> None
         "disable-overlap-schedule": (True, SET_BY_THE_RUN),
         "tokenizer-worker-num": (2, SET_BY_THE_RUN),
         "api-key": ("x", SET_BY_THE_RUN),
+        # Of a model without experts too: the command there does not give it.
+        "moe-runner-backend": ("flashinfer_trtllm", SET_BY_THE_RUN),
         "dp-size": (2, BY_WEIGHTS),
         "pp-size": (2, BY_WEIGHTS),
         "weight-loader-disable-mmap": (True, BY_WEIGHTS),
@@ -78,6 +80,22 @@ def test_the_launcher_asks_before_anything_starts(tmp_path: Path) -> None:
     for name in ("SGLANG_TIMEOUT_KEEP_ALIVE", "CUDA_VISIBLE_DEVICES", "MEGATRON_RL_ORDERS"):
         with pytest.raises(InputError, match=rf"generator\.env\.{name}: the run sets it itself"):
             check_extras(config_of(tmp_path, f"generator.env.{name}=x"))
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("rope_type", ["default", "linear", "yarn"])
+def test_fused_rotations_are_refused_with_scaled_positions(
+    rope_type: str, key: str, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, "generator.extra_args.enable_fused_qk_norm_rope=true")
+    table = {"rope_type": rope_type, "factor": 4.0, "original_max_position_embeddings": 32768}
+    values = {"architectures": ["Qwen3MoeForCausalLM"], key: table}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    if rope_type == "default":
+        check_extras(config)
+        return
+    with pytest.raises(InputError, match=r"enable-fused-qk-norm-rope: where config.json scales"):
+        check_extras(config)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from generation.sglang_orders import LOADER
 from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.config.files import load_config
 from megatron_rl.protocol.types import VersionSpan
+from megatron_rl.weights.layout.families import FAMILIES
 
 META = {
     "finish_reason": {"type": "stop", "matched": 1},
@@ -126,6 +128,40 @@ def test_the_server_is_started_with_what_exact_versions_need() -> None:
     assert "--enable-fp32-lm-head" not in command
     wide = dataclasses.replace(setup, has_wide_head=True)
     assert "--enable-fp32-lm-head" in server_command(wide, LOADER)
+
+
+WITH_EXPERTS = {
+    "MixtralForCausalLM", "Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration",
+    "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_cpu", [False, True])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_experts_are_stored_in_the_order_of_slices(
+    architecture: str, is_cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_cpu, "is_needed", lambda: is_cpu)
+    values = {"architectures": [architecture]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    setup = dataclasses.replace(SETUP, model=tmp_path)
+    for quantization in ("", "fp8"):
+        given = dataclasses.replace(setup, quantization=quantization)
+        runners = [word for word in server_command(given, LOADER) if "runner" in word]
+        has_experts = architecture in WITH_EXPERTS
+        assert runners == ["--moe-runner-backend=triton"] * has_experts
+
+
+def test_a_frozen_model_with_codes_has_the_runner_that_fits(tmp_path: Path) -> None:
+    values = {"architectures": ["Qwen3MoeForCausalLM"]}
+    setup = dataclasses.replace(SETUP, model=tmp_path)
+    for more, quantization in (
+        ({"quantization_config": {"quant_method": "fp8"}}, ""),
+        ({}, "w8a8"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(values | more))
+        command = server_command(dataclasses.replace(setup, quantization=quantization), LOADER)
+        assert not any("runner" in word for word in command)
 
 
 def test_sglangs_watchdog_is_slower_than_the_longest_pause() -> None:
