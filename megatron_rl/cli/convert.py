@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class ConvertOptions:
     source: Annotated[Path, typer.Argument()]
-    """Hugging Face, mistral-format or Megatron folder, or a model's name on the Hub."""
+    """Hugging Face, mistral-format or Megatron folder, a model's name on the Hub, or a checkpoint:
+    RUN/checkpoints/step_N, RUN/checkpoints/sft/step_N."""
     target: Annotated[Path, typer.Argument()]
     """Folder to make."""
     to: Literal["hf", "megatron"] | None = None

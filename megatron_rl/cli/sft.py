@@ -17,6 +17,8 @@ megatron-rl sft --config my.toml --run-dir runs/cold sft.dataset=sft.jsonl sft.s
 
 megatron-rl run --config my.toml model.path=runs/cold/hf/cold_start sft.steps=0
 
+megatron-rl convert runs/cold/checkpoints/sft/step_000150 model-150
+
 """
 
 

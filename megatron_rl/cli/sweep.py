@@ -17,6 +17,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.launcher import model_checks, preflight
 from megatron_rl.launcher.hub_models import pin_models
 from megatron_rl.launcher.run_folder import locked
+from megatron_rl.launcher.sft_checks import check_sft_dataset
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.sweep import slurm
 from megatron_rl.sweep.folders import State, check_folders, state_of
@@ -99,7 +100,7 @@ def _check_runs(runs: list[PlannedRun]) -> None:
         lambda run: model_checks.check_model_folder(run.config.model.path),
         lambda run: model_checks.check_model(run.config),
         lambda run: model_checks.check_megatron_path(run.config),
-        lambda run: preflight.check_sft_dataset(run.config.sft),
+        lambda run: check_sft_dataset(run.config),
     )
     problems = []
     for variant, run in {run.variant: run for run in runs}.items():

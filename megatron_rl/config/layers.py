@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rl.config.derived import DEFAULT_PRESET, DERIVED
 from megatron_rl.config.errors import ConfigError
-from megatron_rl.config.expert import own_key, without_expert
+from megatron_rl.config.expert import own_key, public_key, without_expert
 from megatron_rl.config.paths import with_absolute_paths
 from megatron_rl.config.presets import PRESETS
 from megatron_rl.config.section import Section, merged
@@ -21,6 +21,7 @@ DEFAULT = "default"
 _DERIVED = "derived"
 _PRESET = "algorithm.preset="
 _TABLES = ("prompts", "stages", "eval.sets", "reward.extra")
+_SHOWN = 3
 """Lists of tables that an override may extend."""
 
 
@@ -109,6 +110,12 @@ def changed_keys(before: Section, now: Section) -> list[str]:
     """Keys whose values differ between two configurations, sorted."""
     first, second = (dict(leaves(one.model_dump(), "")) for one in (before, now))
     return [key for key in sorted(first.keys() | second) if first.get(key) != second.get(key)]
+
+
+def first_of(keys: Sequence[str]) -> str:
+    """The first of some keys by their public names, and the number of the others."""
+    more = f" and {len(keys) - _SHOWN} more keys" if len(keys) > _SHOWN else ""
+    return ", ".join(map(public_key, keys[:_SHOWN])) + more
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> tuple[str, Any]:

@@ -156,6 +156,7 @@ def _sift(
             else "early" if is_early
             else "not_correct" if record.reason != "correct"
             else "cut_at_limit" if record.finish_reason == "length"
+            else "empty_reply" if not _last_text(record).strip()
             else _why_no_line(record)
             or ("short" if record.tokens < options.min_tokens else "")
         )  # fmt: skip
@@ -188,6 +189,11 @@ def _copies(rate: float, mined: Mined, options: SftExampleOptions) -> int:
     return whole + (place_of(options.seed, "copies", _name(mined)) < wanted - whole)
 
 
+def _last_text(record: RolloutRecord) -> str:
+    """What the policy said last."""
+    return record.conversation[-1].text if record.conversation else record.text
+
+
 def _why_no_line(record: RolloutRecord) -> str:
     """Why a rollout is not one chat whose replies are all the policy's, as SFT examples are."""
     turns = record.conversation
@@ -212,7 +218,9 @@ def _example(
                     tools = msgspec.json.decode(given.content)
                 else:
                     messages.append(SftMessage(given.role, given.content))
-            messages.append(SftMessage("assistant", opened(turn.text)))
+            # An empty message teaches nothing but to end.
+            weight = None if turn.text.strip() else 0
+            messages.append(SftMessage("assistant", opened(turn.text), weight=weight))
         response = messages.pop().text
         return SftExample(messages, response, record.task, learns_all=True, tools=tools)
     response = opened(record.text)

@@ -22,8 +22,9 @@ from megatron_rl.data.answers import (
     is_placeholder,
     read_rate,
 )
-from megatron_rl.data.messages import NotText, plain_turns, refuse_images, refuse_tools
-from megatron_rl.protocol.line_errors import text_lines
+from megatron_rl.data.messages import plain_turns, refuse_images, refuse_tools
+from megatron_rl.protocol.line_errors import json_fault, text_lines
+from megatron_rl.protocol.prompt import NotText
 from megatron_rl.protocol.types import ChatMessage, Prompt
 
 _SPLITS = ("train", "held_out")
@@ -137,7 +138,7 @@ def _parse_line(text: str, path: Path, number: int, task: str) -> PromptLine:
         check_keys(fields, place)
         values = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise InputError(f"{place}: {error}; {_EXPECTED}") from error
+        raise InputError(f"{place}: {json_fault(text, error)}; {_EXPECTED}") from error
     refuse_marked(values, place)
     try:
         prompt = make_prompt(values, place, name=f"{path.stem}:{number}", task=task)

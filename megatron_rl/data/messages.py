@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from megatron_rl.data.tables.plain_values import BadTests, read_literal
+from megatron_rl.protocol.prompt import NotText, text_of_parts
 
-_TEXT_PARTS = ("text", "input_text", "output_text")
 _ROLES = {"developer": "system"}
 """Roles of requests -> roles that chat templates know."""
 _IMAGE_MARKS = ("<image>", "<video>", "<|image_pad|>")
@@ -22,12 +22,6 @@ _INSTEAD = (
     "An environment can offer tools (reward.tasks.NAME.environment, docs/agents.md), and SFT "
     "examples may have them (sft.dataset)"
 )
-
-
-class NotText(ValueError):
-    """A message holds something other than text; the text names it."""
-
-    reason = "not_text"
 
 
 class HasTools(NotText):
@@ -53,7 +47,7 @@ def plain_turns(value: Any, *, drops_calls: bool = False) -> Any:
                 )
         return [_plain_turn(turn) for turn in turns]
     if all(isinstance(turn, Mapping) and "type" in turn for turn in turns):
-        return [{"role": "user", "content": _text_of_parts(turns)}]
+        return [{"role": "user", "content": text_of_parts(turns)}]
     return value
 
 
@@ -110,24 +104,5 @@ def _plain_turn(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain_content(content: Any) -> Any:
     if isinstance(content, Mapping):
-        return _text_of_parts([content])
-    return _text_of_parts(content) if isinstance(content, list) else content
-
-
-def _text_of_parts(parts: list[Any]) -> str:
-    """The text of a content in parts. Chat templates, too, put nothing between the parts."""
-    return "".join(map(_text_of_part, parts))
-
-
-def _text_of_part(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, Mapping):
-        raise NotText(f"a message has a part of the type {type(part).__name__}; expected text")
-    kind, text = part.get("type", "text"), part.get("text")
-    if kind not in _TEXT_PARTS or not isinstance(text, str):
-        raise NotText(
-            f"a message has a part of the type {kind!r} (keys {', '.join(map(str, part))}); only "
-            "parts of text are read"
-        )
-    return text
+        return text_of_parts([content])
+    return text_of_parts(content) if isinstance(content, list) else content

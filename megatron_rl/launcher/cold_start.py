@@ -58,10 +58,12 @@ def steps_left_behind(config: Config) -> int:
 
 
 def left_behind_text(config: Config, steps: int) -> str:
-    """Says which part of an earlier attempt is not repeated."""
+    """Says which part of an earlier attempt is not repeated; "": none."""
+    if not steps:
+        return ""
     if steps == config.sft.steps:
-        return "except for its cold start, which is complete"
-    return f"except for its cold start, which resumes after step {steps} of {config.sft.steps}"
+        return ", except for its cold start, which is complete"
+    return f", except for its cold start, which resumes after step {steps} of {config.sft.steps}"
 
 
 def is_of_cold_start(name: str) -> bool:

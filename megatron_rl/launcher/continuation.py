@@ -5,12 +5,11 @@ After the failure of a role it does not: queue or trainer could fail again on th
 batches.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_rl.config.expert import public_key
-from megatron_rl.config.layers import changed_keys
+from megatron_rl.config.layers import changed_keys, first_of
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.cold_start import is_due
 from megatron_rl.launcher.node_link import NodeLost
@@ -26,7 +25,6 @@ from megatron_rl.rollout_queue.states import program_digest
 
 _NOT_THE_QUEUES = ("metrics.", "ports.", "run.dir")
 """Keys that may change: queue and trainer do the same with any value."""
-_SHOWN = 3
 _FAILED = "failed"
 """File in the ledger's folder: a role failed while the ledger was written."""
 
@@ -72,12 +70,6 @@ def _changed_keys(config: Config) -> str:
         return "its config.toml cannot be read"
     changed = changed_keys(earlier, config)
     return first_of([key for key in changed if not key.startswith(_NOT_THE_QUEUES)])
-
-
-def first_of(keys: Sequence[str]) -> str:
-    """The first of some keys by their public names, and the number of the others."""
-    more = f" and {len(keys) - _SHOWN} more keys" if len(keys) > _SHOWN else ""
-    return ", ".join(map(public_key, keys[:_SHOWN])) + more
 
 
 def _fault_of_batches(config: Config, step: int) -> str:

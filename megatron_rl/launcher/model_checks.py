@@ -71,15 +71,29 @@ def check_model_folder(folder: Path) -> None:
 def check_weights(folder: Path, key: str, shape: ModelShape | None = None) -> None:
     """All files of weights are there, and none is cut off; only their headers are read.
 
-    shape: of the model that a trainer loads: the tensors are those that it means.
+    shape: of the model that a trainer loads: the tensors are those that it means, and a stored
+    output matrix of a tied model, which is read, is the embedding.
     """
-    from megatron_rl.weights.folders.text_tensors import open_files, sort_tensors
+    from megatron_rl.weights.folders.text_tensors import (
+        EMBEDDING,
+        HEAD,
+        check_tied,
+        open_files,
+        sort_tensors,
+        stored_rows,
+    )
 
     try:
         with ExitStack() as stack:
-            tensors = open_files(whole_weight_files(folder), stack, framework="np")
-            if shape is not None:
-                sort_tensors(tensors, shape, folder)
+            files = whole_weight_files(folder)
+            tensors = open_files(files, stack, framework="np")
+            if shape is None:
+                return
+            found = sort_tensors(tensors, shape, folder)
+            if shape.is_tied and HEAD in found.text:
+                both = (EMBEDDING, HEAD)
+                rows = {name: stored_rows(files, found.spelling.rename(name)) for name in both}
+                check_tied(rows, folder, 0, shape.vocab)
     except InputError as error:
         raise InputError(f"{key}: {error}") from error
 

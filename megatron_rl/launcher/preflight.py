@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.generator import refuse_overlap
 from megatron_rl.config.lookup import find_function
 from megatron_rl.config.reward import CODE
-from megatron_rl.config.tree import Config, SftConfig
+from megatron_rl.config.tree import Config
 from megatron_rl.config.unused import off_policy_bias, unused_keys
 from megatron_rl.data.dropped_prompts import DROPPED, DroppedPrompt, try_rendering
 from megatron_rl.data.own_systems import describe_own_systems, has_own_system
@@ -38,18 +38,18 @@ from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import check_ports
 from megatron_rl.launcher.reward_trial import try_rewards
 from megatron_rl.launcher.run_folder import check_run_folder
+from megatron_rl.launcher.sft_checks import (
+    check_sft_dataset,
+    describe_sft_openings,
+    first_taught,
+    sft_trials,
+)
 from megatron_rl.launcher.thinking import describe_thinking
 from megatron_rl.observe.exporters.exporter import check_installed
 from megatron_rl.observe.host_memory import memory_limit_bytes
 from megatron_rl.protocol.checkpoint_folder import find_resume, read_queue_state
 from megatron_rl.protocol.queue_state import PromptCursor
-from megatron_rl.protocol.render import (
-    Renderer,
-    count_parameters,
-    describe_system_prompts,
-    names_cpp,
-)
-from megatron_rl.protocol.render_probe import TaughtAnswer
+from megatron_rl.protocol.render import count_parameters, describe_system_prompts, names_cpp
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.evaluation import (
     completion_limits,
@@ -58,16 +58,12 @@ from megatron_rl.rollout_queue.evaluation import (
 )
 from megatron_rl.rollout_queue.replay_datasets import check_sources
 from megatron_rl.rollout_queue.training_groups import check_draws
-from megatron_rl.trainer.sft_dataset import keep_sft_dataset
-from megatron_rl.trainer.sft_rendering import trial_of
 from megatron_rl.weights.exchange.folder import check_folder
 from verification import settings
 from verification.environments.fork_client import check_target
 from verification.environments.settings import environment_settings
 
 _MEMORY_SAVER = "torch-memory-saver"
-_TAUGHT_EXAMPLES = 16
-"""SFT examples whose rendering is compared with the chat template's."""
 _SLOW_FROM = 500_000_000
 """Parameters above which a step on CPU cores takes many minutes."""
 _STATE_BYTES = 16
@@ -124,7 +120,7 @@ def check(
     model_checks.check_megatron_path(config)
     check_extras(config)
     check_ports(config)
-    check_sft_dataset(config.sft)
+    check_sft_dataset(config)
     check_replay(config)
     found = check_prompts(config)
     found.notes.extend([f"note: {layers_note}"] if layers_note else [])
@@ -244,16 +240,6 @@ def check_names(config: Config) -> None:
     find_function(engines, config.generator.engine, key="generator.engine")
 
 
-def check_sft_dataset(sft: SftConfig) -> None:
-    """Every line of sft.dataset is {"messages": [{"role", "content"}, ...], "response": text}."""
-    if not (sft.steps or sft.baseline):
-        return
-    if sft.dataset is None:
-        key = "sft.steps" if sft.steps else "sft.baseline"
-        raise InputError(f"{key} needs sft.dataset: name a JSONL file of {{messages, response}}")
-    keep_sft_dataset(sft.dataset)
-
-
 def check_replay(config: Config) -> None:
     """Replayed groups can be read, and the objective can learn from them."""
     if not config.replay.share or not config.train.steps:
@@ -296,8 +282,8 @@ def check_prompts(config: Config) -> PromptReport:
         )
     evaluation_sets(config, sets)
     dropped, rendering_notes = try_rendering(
-        sets.all, config, completion_limits(config, sets), taught=_first_taught(config.sft),
-        trials=_sft_trials(config.sft),
+        sets.all, config, completion_limits(config, sets), taught=first_taught(config.sft),
+        trials=sft_trials(config.sft),
     )  # fmt: skip
     cursor = _saved_cursor(config)
     kept_out = frozenset(prompt.id for prompt in dropped)
@@ -319,6 +305,7 @@ def check_prompts(config: Config) -> PromptReport:
     notes += _describe_unused(config, tasks)
     notes.append(describe_thinking(config, tasks))
     notes += describe_system_prompts(config, sorted(asked))
+    notes += describe_sft_openings(config)
     return PromptReport(notes, dropped, sets.files, sets.all, material.own_files)
 
 
@@ -342,22 +329,6 @@ def _saved_cursor(config: Config) -> PromptCursor | None:
         return None
     resumed = find_resume(config.checkpoint, config.run.dir)
     return None if resumed is None else read_queue_state(resumed).cursor
-
-
-def _first_taught(sft: SftConfig) -> list[TaughtAnswer]:
-    if not (sft.steps or sft.baseline) or sft.dataset is None:
-        return []
-    return [
-        TaughtAnswer(one.conversation, one.answer)
-        for one in keep_sft_dataset(sft.dataset)[:_TAUGHT_EXAMPLES]
-        if not one.messages[-1].tool_calls
-    ]
-
-
-def _sft_trials(sft: SftConfig) -> list[Callable[[Renderer], object]]:
-    if not (sft.steps or sft.baseline) or sft.dataset is None:
-        return []
-    return [trial_of(sft.dataset)]
 
 
 def _samples_for_training(config: Config) -> bool:

@@ -108,7 +108,7 @@ def begin(
 def begin_anew(config: Config) -> str:
     """Move aside the files of an attempt without a checkpoint; returns the text about it."""
     run_dir, steps = config.run.dir, steps_left_behind(config)
-    kept = f", {left_behind_text(config, steps)}" if steps else ""
+    kept = left_behind_text(config, steps)
     return (
         f"{run_dir} holds an attempt of this run that ended before its first checkpoint. The run "
         f"starts again{kept}; the attempt's other files are now in {set_aside(run_dir, steps)}."

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, dump_toml, load_config
+from megatron_rl.config.layers import changed_keys, first_of
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.cold_start import (
     is_of_cold_start,
@@ -44,6 +45,7 @@ from megatron_rl.weights.layout.shape import read_shape
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
+_OTHER_FOLDER = "Name another folder with --run-dir DIR (or run.dir=DIR)"
 _LOCK = "lock"
 _LOCK_WAIT_S = 20.0
 """Processes of a killed launcher hold the lock until they notice its end."""
@@ -84,12 +86,11 @@ def _check_resumption(config: Config) -> Beginning:
     run_dir = config.run.dir
     found = find_resume(config.checkpoint, run_dir)
     has_ended = (run_dir / SUMMARY).exists()
-    other = "Name another folder with --run-dir DIR (or run.dir=DIR)"
     if found is None and config.checkpoint.resume == "auto":
         if has_ended:
             raise InputError(
                 f"the run in {run_dir} has ended without a checkpoint to resume from "
-                f"(checkpoint.every_steps). {other}"
+                f"(checkpoint.every_steps). {_OTHER_FOLDER}"
             )
         if faults := damaged(run_dir / CHECKPOINTS):
             raise InputError(
@@ -97,7 +98,8 @@ def _check_resumption(config: Config) -> Beginning:
                 "run does not start again from step 0 by itself: put the files back, or move these "
                 "folders away to start again"
             )
-        if _is_same_command(config):
+        if (earlier := earlier_config(run_dir)) is not None:
+            _check_same_command(config, earlier)
             return Beginning(None, is_again=True)
     if found is None or found.resolve().parent != (run_dir / CHECKPOINTS).resolve():
         why = {
@@ -113,8 +115,8 @@ def _check_resumption(config: Config) -> Beginning:
     step = step_of(found)
     if step >= config.train.steps and has_ended:
         raise InputError(
-            f"the run in {run_dir} has ended: it is complete after step {step}. {other}, or give "
-            f"a train.steps above {step} to train on"
+            f"the run in {run_dir} has ended: it is complete after step {step}. {_OTHER_FOLDER}, "
+            f"or give a train.steps above {step} to train on"
         )
     if step > config.train.steps:
         raise InputError(
@@ -139,14 +141,18 @@ def checkpoints_passed_over(config: Config, resumed: Path | None) -> list[str]:
     return found
 
 
-def _is_same_command(config: Config) -> bool:
-    """Whether the run in the folder was started with this configuration."""
-    earlier = earlier_config(config.run.dir)
-    if earlier is None:
-        return False
-    # These two were resolved at its start.
-    run = config.run.model_copy(update={"dir": earlier.run.dir})
-    return earlier == config.model_copy(update={"run": run, "ports": earlier.ports})
+def _check_same_command(config: Config, earlier: Config) -> None:
+    """Raise InputError unless the run in the folder was started with this configuration."""
+    # Both were resolved at its start.
+    run = earlier.run.model_copy(update={"dir": config.run.dir})
+    earlier = earlier.model_copy(update={"run": run, "ports": config.ports})
+    if changed := changed_keys(earlier, config):
+        raise InputError(
+            f"{run.dir} already holds a run (it has a {CONFIG}) with other values of "
+            f"{first_of(changed)}, and no complete checkpoint to resume from with new ones. The "
+            f"command with the values of {run.dir / CONFIG} starts it again"
+            f"{left_behind_text(earlier, steps_left_behind(earlier))}. {_OTHER_FOLDER}"
+        )
 
 
 def earlier_config(run_dir: Path) -> Config | None:
@@ -246,8 +252,11 @@ def last_words(config: Config, nodes: int = 0) -> str:
     if steps < config.sft.steps:
         every = config.sft.checkpoint_every_steps
         why = f"the cold start is not over (sft.checkpoint_every_steps={every})"
-    kept = f", {left_behind_text(config, steps)}" if steps else ""
-    return f"Nothing is saved: {why}. {command} starts the run again{kept}."
+    saved = f"Only the cold start is saved, up to step {steps} of {config.sft.steps}"
+    return (
+        f"{saved if steps else 'Nothing is saved'}: {why}. {command} starts the run again"
+        f"{left_behind_text(config, steps)}."
+    )
 
 
 def is_evaluation(config: Config) -> bool:

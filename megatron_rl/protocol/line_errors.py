@@ -3,6 +3,8 @@
 Imported by every process.
 """
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,11 +14,26 @@ import msgspec
 from megatron_rl.config.errors import InputError
 
 Kind = TypeVar("Kind")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def line_error(path: Path, number: int, error: Exception, *, expected: str) -> InputError:
     """The error for line `number`, from 1, of a JSONL file. expected: what a line holds."""
     return InputError(f"{path}:{number}: {error}; expected {expected}")
+
+
+def json_fault(line: str, error: Exception) -> str:
+    """What is wrong with a line that `msgspec` refuses, which may call an escape a cut-off text."""
+    if not isinstance(error, msgspec.DecodeError) or isinstance(error, msgspec.ValidationError):
+        return str(error)
+    try:
+        # Python's reader joins whole pairs, and keeps halves.
+        found = _SURROGATE.search(json.dumps(json.loads(line), ensure_ascii=False))
+    except (ValueError, RecursionError):
+        return str(error)
+    if found is None:
+        return str(error)
+    return f"it holds half of a surrogate pair (\\u{ord(found[0]):04x}), which is no character"
 
 
 def text_lines(path: Path, *, holds: str = "", hint: str = "") -> list[tuple[int, str]]:

@@ -1,8 +1,41 @@
-"""A prompt and its length penalty. Imported by every process."""
+"""A prompt and its length penalty; contents in parts. Imported by every process."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from megatron_rl.protocol.limits import Count, Finite
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+class NotText(ValueError):
+    """A message holds something other than text; the text names it."""
+
+    reason = "not_text"
+
+
+def text_of_parts(parts: Sequence[Any]) -> str:
+    """The text of a content in parts. Chat templates, too, put nothing between the parts.
+
+    Raises NotText.
+    """
+    return "".join(map(_text_of_part, parts))
+
+
+def _text_of_part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise NotText(f"a message has a part of the type {type(part).__name__}; expected text")
+    kind, text = part.get("type", "text"), part.get("text")
+    if kind not in _TEXT_PARTS or not isinstance(text, str):
+        raise NotText(
+            f"a message has a part of the type {kind!r} (keys {', '.join(map(str, part))}); only "
+            "parts of text are read"
+        )
+    return text
 
 
 def normalized(text: str) -> str:

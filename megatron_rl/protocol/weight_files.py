@@ -37,6 +37,12 @@ def weight_files(folder: Path) -> list[Path]:
 def whole_weight_files(folder: Path) -> list[Path]:
     """As `weight_files`; all files are there, and an index with several. Raises InputError."""
     files = weight_files(folder)
+    if not files and any(folder.glob("pytorch_model*.bin")):
+        raise InputError(
+            f"{folder} has pytorch_model*.bin and no *.safetensors: write them with `python -c "
+            '"from transformers import AutoModelForCausalLM as Model; '
+            f"Model.from_pretrained('{folder}').save_pretrained('{folder}')\"`"
+        )
     if not files:
         raise InputError(f"{folder} has no *.safetensors: give a Hugging Face folder with weights")
     if "-of-" in files[0].name and not (folder / INDEX).exists():

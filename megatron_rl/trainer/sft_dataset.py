@@ -22,6 +22,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.chat_template import Tool
 from megatron_rl.protocol.checkpoint_folder import SFT_STATE
+from megatron_rl.protocol.line_errors import json_fault
 from megatron_rl.protocol.render import Conversation
 from megatron_rl.protocol.types import TrainSequence
 from megatron_rl.trainer.sft_messages import ALLOWED_KEYS, ASSISTANT, SftMessage
@@ -78,7 +79,7 @@ def read_sft_dataset(path: Path) -> list[SftExample]:
             examples.append(_checked(msgspec.json.decode(line, type=SftExample)))
         except msgspec.MsgspecError as error:
             raise InputError(
-                f"{path}:{number}: not an SFT example: {error}; expected "
+                f"{path}:{number}: not an SFT example: {json_fault(line, error)}; expected "
                 '{"messages": [...], "response": "..."}, or {"messages": [...]} that ends with a '
                 f"message of the assistant. Keys of a message: {ALLOWED_KEYS}"
             ) from error
@@ -111,13 +112,32 @@ def _checked(example: SftExample) -> SftExample:
                 f"Object has `{keys[0] if keys else 'tools'}`, which needs an example whose last "
                 "message is the assistant's, without `response`"
             )
+    if example.response and not example.response.strip():
+        raise msgspec.ValidationError("the `response` is empty: remove the line")
     if example.response:
+        _check_replies(example.messages if example.learns_all else [])
         return example
-    if len(example.messages) < 2 or example.messages[-1].role != ASSISTANT:
-        raise msgspec.ValidationError("Object missing required field `response`")
+    if not example.messages or example.messages[-1].role != ASSISTANT:
+        raise msgspec.ValidationError(
+            "there is no reply: `response` is missing or empty, and the last message is not the "
+            "assistant's"
+        )
+    if len(example.messages) < 2:
+        raise msgspec.ValidationError("there is no message before the reply")
+    _check_replies(example.messages)
     if not any(message.is_taught for message in example.messages):
         raise msgspec.ValidationError("every message of the assistant has `weight` 0")
     return msgspec.structs.replace(example, learns_all=True)
+
+
+def _check_replies(messages: Sequence[SftMessage]) -> None:
+    """Raise ValidationError for an empty message that would be taught as the end token alone."""
+    for number, message in enumerate(messages):
+        if message.is_taught and message.is_empty:
+            raise msgspec.ValidationError(
+                f"the reply of message {number} is empty: remove the line, or give the message "
+                "`weight` 0"
+            )
 
 
 def keep_sft_dataset(path: Path) -> list[SftExample]:

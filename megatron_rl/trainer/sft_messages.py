@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from megatron_rl.config.thinking import KNOWN_TAGS
 from megatron_rl.protocol.call_forms import ToolCall
 from megatron_rl.protocol.chat_template import Turn
-from megatron_rl.protocol.prompt import ChatMessage
+from megatron_rl.protocol.prompt import ChatMessage, text_of_parts
 
 ASSISTANT = "assistant"
 
@@ -52,8 +53,8 @@ class SftMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """One message."""
 
     role: str
-    content: str | None = None
-    """null: only with tool_calls."""
+    content: str | list[Any] | None = None
+    """A list: parts of text. null: only with tool_calls."""
     tool_calls: list[SftCall] | None = None
     tool_call_id: str | None = None
     """On a tool's result: the call that it answers."""
@@ -76,15 +77,22 @@ class SftMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
                     raise ValueError(f"`{key}` is allowed only where the role is {ASSISTANT!r}")
         if self.content is None and not self.tool_calls:
             raise ValueError("`content` is missing; it may be null only with `tool_calls`")
+        if isinstance(self.content, list):
+            text_of_parts(self.content)
         if self.weight not in (None, 0, 1):
             raise ValueError(f"`weight` is {self.weight:g}; allowed are 0 (not taught) and 1")
         if self.reasoning_content and self.thinking:
             raise ValueError("`reasoning_content` and `thinking` are both given: keep one")
+        if self.thoughts and any(self.text.lstrip().startswith(one.open) for one in KNOWN_TAGS):
+            raise ValueError(
+                "thoughts are given twice, apart and between think tags in `content`: keep one"
+            )
 
     @property
     def text(self) -> str:
         """The content; "" where it is null."""
-        return self.content or ""
+        content = self.content or ""
+        return content if isinstance(content, str) else text_of_parts(content)
 
     @property
     def thoughts(self) -> str:
@@ -103,6 +111,11 @@ class SftMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     def is_taught(self) -> bool:
         """Whether its tokens carry loss."""
         return self.role == ASSISTANT and self.weight != 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a message of the assistant says nothing at all."""
+        return not (self.tool_calls or self.text.strip() or self.thoughts.strip())
 
     @property
     def plain(self) -> ChatMessage:

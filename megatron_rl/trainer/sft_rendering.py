@@ -116,6 +116,11 @@ def _tokenize_replies(example: SftExample, renderer: Renderer, turns: Turns) -> 
     opened, tools = [*shown, *(message.turn() for message in messages[:first])], example.offered
     if tools and "tools" not in renderer.template.reads:
         opened, tools = with_tools(opened, tools), []
+    if not opened:
+        raise RenderError(
+            "the first message is the assistant's, and the run has no system prompt to put before "
+            "it: begin with a message of the user"
+        )
     prompt, completion = turns.start(opened, tools), list[int]()
     given: _Given = []
     calls: dict[str, str] = {}

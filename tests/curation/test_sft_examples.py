@@ -96,6 +96,18 @@ def test_a_conversation_of_one_chat_teaches_all_its_replies(tmp_path: Path) -> N
     assert outcome.report.dropped == {"other_roles": 1, "several_chats": 1, "conversation": 1}
 
 
+def test_an_empty_reply_of_the_policy_is_not_taught(tmp_path: Path) -> None:
+    silent = msgspec.structs.replace(TURNS[0], text=" \n")
+    [example] = mine(record("q", tokens=12, conversation=[silent, TURNS[1]])).rows
+    assert [said.weight for said in example.messages] == [None, 0, None]
+    path = tmp_path / "sft.jsonl"
+    path.write_text(encode_lines([example]))
+    assert read_sft_dataset(path) == [example]
+    last = msgspec.structs.replace(TURNS[1], text="")
+    outcome = mine(record("q"), record("q", text=""), record("q", conversation=[TURNS[0], last]))
+    assert outcome.report.dropped == {"empty_reply": 2} and len(outcome.rows) == 1
+
+
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 
 

@@ -76,6 +76,8 @@ def test_an_entry_may_be_json_or_its_text_and_needs_no_answer(tmp_path: Path) ->
         ({**GOOD, "spilt": "held_out"}, r"unknown key 'spilt'; did you mean 'split'"),
         ({"mesages": [], "answer": "1"}, r"unknown key 'mesages'; did you mean 'messages'"),
         ("{not json", r"JSON is malformed"),
+        ('{"question": "\\ude00?", "answer": "7"}', r"half of a surrogate pair \(\\ude00\)"),
+        ('{"question": "\\ud83d\\ude00?", "answer": "7"', r"Input data was truncated"),
         ("[1]", r"Expected `object`, got `array`"),
     ],
 )

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.files import load_config
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.cold_start import (
     begin_with,
@@ -17,7 +18,7 @@ from megatron_rl.launcher.cold_start import (
     steps_left_behind,
 )
 from megatron_rl.launcher.run import begin_anew
-from megatron_rl.launcher.run_folder import check_run_folder
+from megatron_rl.launcher.run_folder import Beginning, check_run_folder, last_words
 from megatron_rl.observe.choice import CHOSEN, SET, Candidate
 from megatron_rl.protocol.checkpoint_folder import SFT_CHECKPOINTS, seal
 from megatron_rl.protocol.metrics import read_jsonl
@@ -63,6 +64,40 @@ def run_dir(tmp_path: Path) -> Path:
     (run_dir / "config.toml").write_text("")
     write_rows(run_dir)
     return run_dir
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (["sft.optimizer.lr=0.5"], "sft.optimizer.lr"),
+        (["sft.steps=12", "sft.optimizer.lr=0.5"], "sft.optimizer.lr, sft.steps"),
+    ],
+)
+def test_a_cold_start_is_resumed_by_its_own_values_and_a_changed_key_is_named(
+    tmp_path: Path, changes: list[str], named: str
+) -> None:
+    run_dir = tmp_path / "run"
+    make_checkpoint(run_dir, 3)
+    make_checkpoint(run_dir, 6)
+    own = config(run_dir)
+    # The folder has moved since.
+    moved = own.run.model_copy(update={"dir": tmp_path / "before"})
+    (run_dir / "config.toml").write_text(dump_toml(own.model_copy(update={"run": moved})))
+    assert check_run_folder(own) == Beginning(None, is_again=True)
+    with pytest.raises(InputError) as raised:
+        check_run_folder(config(run_dir, *changes))
+    text = str(raised.value)
+    assert f"with other values of {named}, and" in text
+    assert (
+        f"The command with the values of {run_dir}/config.toml starts it again, except for its "
+        "cold start, which resumes after step 6 of 9. Name another folder" in text
+    )
+    every = own.sft.checkpoint_every_steps
+    assert last_words(own) == (
+        "Only the cold start is saved, up to step 6 of 9: the cold start is not over "
+        f"(sft.checkpoint_every_steps={every}). The same command starts the run again, except for "
+        "its cold start, which resumes after step 6 of 9."
+    )
 
 
 def names(folder: Path) -> set[str]:

@@ -208,7 +208,10 @@ def test_run_that_ended_goes_on_only_with_more_steps(run_dir: Path) -> None:
 
 def test_run_without_a_complete_checkpoint_is_never_overwritten(run_dir: Path) -> None:
     (run_dir / CHECKPOINTS / "step_000006" / "COMPLETE").unlink()
-    with pytest.raises(InputError, match="no complete checkpoint to resume from; runs are never"):
+    with pytest.raises(InputError, match=r"with other values of train\.steps, and no complete che"):
+        check_run_folder(config(run_dir))
+    (run_dir / "config.toml").write_text("[nowhere]")
+    with pytest.raises(InputError, match="to resume from, nor can its config.toml be compared wit"):
         check_run_folder(config(run_dir))
 
 
@@ -222,7 +225,7 @@ def test_the_same_command_begins_anew_after_an_attempt_without_a_checkpoint(run_
         (run_dir / name).mkdir(parents=True)
     (run_dir / "metrics.jsonl").write_text("{}\n")
     assert check_run_folder(given) == Beginning(None, is_again=True)
-    with pytest.raises(InputError, match="no complete checkpoint to resume from; runs are never"):
+    with pytest.raises(InputError, match=r"config\.toml\) with other values of optimizer\.lr, and"):
         check_run_folder(config(run_dir, "optimizer.lr=0.25"))
     aside = set_aside(run_dir)
     assert load_config(aside / "config.toml") == saved

@@ -87,6 +87,37 @@ def test_a_dry_run_names_the_sft_line_that_is_too_long(
     assert re.search(text, caplog.text), caplog.text
 
 
+def test_a_dry_run_names_the_sft_line_of_an_unknown_task(
+    tmp_path: Path, overrides: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    question = [{"role": "user", "content": "1+1="}]
+    with (tmp_path / "sft.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"messages": question, "response": "2", "task": "maths"}))
+    forget_sft_dataset()
+    assert main(["sft", "--config", str(tmp_path / "c.toml"), "--dry-run", *overrides]) == 2
+    assert re.search(r"sft\.jsonl:5: unknown task 'maths': known are \['code', ", caplog.text)
+
+
+def test_a_dry_run_shows_what_sft_examples_without_a_system_message_begin_with(
+    tmp_path: Path, overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1+1="}]
+    with (tmp_path / "sft.jsonl").open("a") as file:
+        file.write(json.dumps({"messages": own, "response": "2"}) + "\n")
+    for words, opening in (
+        ([], "none"),
+        (["render.system_prompt=Think first."], '"Think first."'),
+    ):
+        forget_sft_dataset()
+        given = [*overrides, "eval.prompts=0", *words]
+        assert main(["sft", "--config", str(tmp_path / "c.toml"), "--dry-run", *given]) == 0
+        lines = [one for one in capsys.readouterr().out.splitlines() if "SFT examples" in one]
+        assert lines == [
+            "SFT examples without a system message (3 of 4) begin with the run's system prompt "
+            f"(math): {opening}"
+        ]
+
+
 def test_a_cold_start_alone_needs_no_prompts(
     tmp_path: Path, overrides: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -189,6 +189,20 @@ FAULTS = {
     "no content": (changed(3, content=None), "`content` is missing"),
     "arguments": (changed(1, tool_calls=[BROKEN]), "'{broken' of 'add' are no JSON object"),
     "older form": (changed(1, function_call={"name": "add"}), r"`null`.*function_call"),
+    "empty": (
+        changed(3, content=" \n"),
+        "message 3 is empty: remove the line, or give the message",
+    ),
+    "no parts": (changed(3, content=[]), "the reply of message 3 is empty"),
+    "image": (
+        changed(0, content=[{"type": "image_url", "image_url": {"url": "a.png"}}]),
+        "part of the type 'image_url'.*only parts of text are read - at `.*0",
+    ),
+    "thoughts twice": (
+        changed(3, content="<think>a</think>b", reasoning_content="a"),
+        "thoughts are given twice",
+    ),
+    "half of a pair": (changed(0, content="\ud83d"), r"half of a surrogate pair \(\\ud83d\)"),
     "key of a call": (changed(1, tool_calls=[call(1, 2) | {"mode": 1}]), "unknown field `mode`"),
 }
 
@@ -199,6 +213,79 @@ def test_what_cannot_be_taught_is_refused_with_its_line(tmp_path: Path, name: st
     path = write(tmp_path / "sft.jsonl", CONVERSATIONS["null"], messages)
     with pytest.raises(InputError, match=rf"sft\.jsonl:2: .*{text}"):
         read_sft_dataset(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        (
+            {"messages": CONVERSATIONS["null"][:1], "response": ""},
+            "there is no reply: `response` is",
+        ),
+        ({"messages": CONVERSATIONS["null"][:1]}, "there is no reply: `response` is missing or em"),
+        (
+            {"messages": CONVERSATIONS["null"][:1], "response": " \n"},
+            "the `response` is empty: rem",
+        ),
+        ({"messages": CONVERSATIONS["null"][3:4]}, "there is no message before the reply"),
+        (
+            {"messages": weighted(1, 1, 1)[:3], "response": " ", "learns_all": True},
+            "the `response` is empty",
+        ),
+    ],
+)
+def test_a_row_without_a_reply_is_refused_with_its_line(
+    tmp_path: Path, row: dict[str, Any], text: str
+) -> None:
+    path = tmp_path / "sft.jsonl"
+    path.write_text(json.dumps({"messages": CONVERSATIONS["null"][3:6], "response": "a"}) + "\n\n")
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    with pytest.raises(InputError, match=rf"sft\.jsonl:3: .*{text}"):
+        read_sft_dataset(path)
+
+
+def test_an_empty_reply_of_weight_0_and_one_of_calls_or_thoughts_alone_are_examples(
+    tmp_path: Path,
+) -> None:
+    renderer = open_model(tmp_path / "m", "qwen3")
+    rows = (
+        changed(3, content="", weight=0),
+        changed(3, content="", reasoning_content="So."),
+        CONVERSATIONS["ends in a call"],
+    )
+    taught = [
+        renderer.tokenizer.decode(one.token_ids[one.targets])
+        for one in read(tmp_path, renderer, *rows)
+    ]
+    made = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'
+    first = f"<think>\n\n</think>\n\n{made}"
+    # Two ends are taught, and not that of the empty reply.
+    assert taught[0] == f"{first}You are welcome.<|im_end|>"
+    assert taught[1] == f"{first}<think>\nSo.\n</think>\n\n<|im_end|>You are welcome.<|im_end|>"
+    assert taught[2] == first
+
+
+def test_parts_of_text_are_the_text_that_they_make(tmp_path: Path) -> None:
+    renderer = open_model(tmp_path / "m", "qwen2.5")
+    parts = changed(0, content=[{"type": "text", "text": one} for one in ("What is", " 1+2?")])
+    parts[3]["content"] = [{"type": "text", "text": "It is 3."}]
+    (sequence,) = read(tmp_path, renderer, parts)
+    ids, mask = by_prefixes(renderer, CONVERSATIONS["null"])
+    assert sequence.token_ids.tolist() == ids[: len(sequence.token_ids)]
+    assert sequence.targets.tolist() == np.flatnonzero(mask).tolist()
+    path = tmp_path / "sft.jsonl"
+    examples = read_sft_dataset(path)
+    path.write_text(encode_lines(examples))
+    assert read_sft_dataset(path) == examples
+
+
+def test_a_row_that_begins_with_a_reply_needs_a_system_prompt(tmp_path: Path) -> None:
+    renderer = open_model(tmp_path / "m", "smollm2")
+    renderer._config = renderer._config.model_copy(update={"system_prompt": ""})
+    path = write(tmp_path / "sft.jsonl", CONVERSATIONS["null"][3:], tools=[])
+    with pytest.raises(InputError, match=r"sft\.jsonl:1: the first message is the assistant's"):
+        trial_of(path)(renderer)
 
 
 def test_an_example_with_calls_is_read_again_as_it_is_written(tmp_path: Path) -> None:

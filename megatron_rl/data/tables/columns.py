@@ -10,7 +10,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.lookup import nearest
 from megatron_rl.config.prompts import PromptColumns, PromptSource
 from megatron_rl.data.jsonl_source import QUESTIONS
-from megatron_rl.data.messages import NotText, plain_turns
+from megatron_rl.data.messages import plain_turns
 from megatron_rl.data.tables.data_sets import (
     DATA_SETS,
     DIFFICULTY,
@@ -25,6 +25,7 @@ from megatron_rl.data.tables.data_sets import (
 )
 from megatron_rl.data.tables.values import OPTIONAL, are_lists
 from megatron_rl.data.tables.where import decoded, value_of
+from megatron_rl.protocol.prompt import NotText
 
 NOTHING = "-"
 """Value of prompts.columns.*: read no such column."""

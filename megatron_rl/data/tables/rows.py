@@ -23,11 +23,12 @@ from megatron_rl.data.jsonl_source import (
     refuse_marked,
     with_columns,
 )
-from megatron_rl.data.messages import NotText, plain_turns, refuse_tools
+from megatron_rl.data.messages import plain_turns, refuse_tools
 from megatron_rl.data.tables.columns import NOTHING, ColumnMap
 from megatron_rl.data.tables.data_sets import TASK_TYPE, NoAnswer, take_part
 from megatron_rl.data.tables.test_forms import BadTests, entry_of, tests_in_answer, with_demands
 from megatron_rl.data.tables.where import decoded, value_of
+from megatron_rl.protocol.prompt import NotText
 from megatron_rl.protocol.types import ChatMessage, Prompt
 from verification.code.problem import parse_tests
 from verification.gym_answer import REFUSED_DATASETS

@@ -13,10 +13,9 @@ from rich.console import Console
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
-from megatron_rl.config.layers import changed_keys
+from megatron_rl.config.layers import changed_keys, first_of
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight
-from megatron_rl.launcher.continuation import first_of
 from megatron_rl.evaluation.runs.results import (
     RESULTS,
     Report,

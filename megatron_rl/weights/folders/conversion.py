@@ -148,7 +148,7 @@ class _Reading:
 
     def read(self, name: str) -> Tensor:
         """A tensor."""
-        tensor = self._source.read(name).to(self.dtype_of(name)).contiguous()
+        tensor = _cast(name, self._source.read(name), self.dtype_of(name)).contiguous()
         if self._verify:
             self.digests[name] = digest(tensor)
         self.advance(tensor.nbytes)
@@ -163,6 +163,18 @@ class _Reading:
         """Report more bytes as read."""
         self._done_bytes += size
         self._progress(self._done_bytes, self._total_bytes)
+
+
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another dtype. Raises InputError if a finite value becomes infinite."""
+    found = tensor.to(dtype)
+    if tensor.dtype != dtype and bool((found.isinf() & tensor.isfinite()).any()):
+        largest = tensor.abs().nan_to_num(nan=0.0, posinf=0.0).max().item()
+        raise InputError(
+            f"{name} holds {largest:g}, and {dtype} ends at {torch.finfo(dtype).max:g}: give "
+            "--dtype bfloat16 or float32"
+        )
+    return found
 
 
 def digest(tensor: Tensor) -> bytes:

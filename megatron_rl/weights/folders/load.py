@@ -17,10 +17,10 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_rl.backend import fp8
-from megatron_rl.config.errors import InputError
 from megatron_rl.weights.folders.finite import check_loaded
 from megatron_rl.weights.folders.hf_folder import open_model
 from megatron_rl.weights.folders.megatron_folder import MegatronFolder
+from megatron_rl.weights.folders.text_tensors import EMBEDDING, check_tied
 from megatron_rl.weights.layout.entries import PADDED
 from megatron_rl.weights.layout.local_names import named_tensors
 from megatron_rl.weights.layout.ranks import own_place
@@ -29,8 +29,6 @@ from megatron_rl.weights.layout.slices import Slice, local_part
 from megatron_rl.weights.layout.trainer_layout import copy_slices, trainer_slices
 
 _SHOWN = 5
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_CHECKED_ROWS = 4096
 
 
 @torch.no_grad()
@@ -51,8 +49,8 @@ def load_weights(model: Sequence[torch.nn.Module], shape: ModelShape, folder: Pa
         tensors = open_model(folder, shape, stack).text
         for part in slices:
             local_part(parameters, part).copy_(_read(tensors[part.hf], part))
-            if part.hf == _EMBEDDING and shape.is_tied and _HEAD in tensors:
-                _check_tied(tensors, part, folder)
+            if part.hf == EMBEDDING and shape.is_tied:
+                check_tied(tensors, folder, part.row, part.row + part.rows)
     check_loaded(parameters, lambda: slices, folder)
     fp8.round_to_fp8(held.values())
 
@@ -103,18 +101,6 @@ def _check_cover(slices: Iterable[Slice], parameters: dict[str, Tensor]) -> None
         is_full = covered.pop(name, 0) == parameter.numel()
         assert is_full or name in PADDED, f"{name} {tuple(parameter.shape)} is not covered"
     assert not covered, f"slices of parameters that are not here: {sorted(covered)[:_SHOWN]}"
-
-
-def _check_tied(tensors: dict[str, Any], part: Slice, folder: Path) -> None:
-    """Raise InputError unless a stored output matrix is the embedding, as config.json says."""
-    for row in range(part.row, part.row + part.rows, _CHECKED_ROWS):
-        rows = slice(row, min(row + _CHECKED_ROWS, part.row + part.rows))
-        if not torch.equal(tensors[_EMBEDDING][rows], tensors[_HEAD][rows]):
-            raise InputError(
-                f"{folder}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}: "
-                "set it to false in config.json, or remove the tensor with which the model was not "
-                "trained"
-            )
 
 
 def _read(source: Any, part: Slice) -> Tensor:

@@ -23,7 +23,7 @@ from megatron_rl.weights.folders.megatron_folder import (
 )
 from megatron_rl.weights.folders.model_files import read_config
 from megatron_rl.weights.folders.scaled_fp8 import is_scaled_fp8
-from megatron_rl.weights.folders.text_tensors import open_files, sort_tensors
+from megatron_rl.weights.folders.text_tensors import check_tied, open_files, sort_tensors
 from megatron_rl.weights.layout.shape import ModelShape, shape_of
 from megatron_rl.weights.layout.slices import as_matrix
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
@@ -87,6 +87,8 @@ class HfSource:
                     f"{folder}: {name} is {tensor.get_dtype()}, but only {', '.join(_DTYPES)} are "
                     "supported: give the model without quantisation"
                 )
+        if self.shape.is_tied:
+            check_tied(found.text, folder, 0, self.shape.vocab)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """See Source."""

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,6 +161,21 @@ def test_folders_that_are_no_models_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty" / "params.json").write_text("{}")
     refuse(tmp_path / "empty", "has params.json but no consolidated")
     refuse(tmp_path / "empty", "--files-from: there is no folder", files_from=tmp_path / "no")
+
+
+def test_a_folder_of_pickles_names_the_command_that_writes_safetensors(tmp_path: Path) -> None:
+    write_model(tmp_path / "a", num_hidden_layers=1)
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    (tmp_path / "a" / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "a" / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"has pytorch_model\*\.bin and no \*\.saf") as raised:
+        convert(Request(tmp_path / "a", tmp_path / "target"), silent)
+    command = str(raised.value).split("`")[1].replace("python", sys.executable, 1)
+    subprocess.run(command, shell=True, check=True, timeout=300)
+    written = load_file(tmp_path / "a" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
+    convert(Request(tmp_path / "a", tmp_path / "target"), silent)
 
 
 def test_target_that_exists_is_left_alone(tmp_path: Path) -> None:

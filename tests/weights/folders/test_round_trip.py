@@ -191,3 +191,25 @@ def test_progress_ends_at_the_bytes_of_every_pass(verify: bool, tmp_path: Path) 
     convert(request, lambda done, total: seen.append((done, total)))
     assert seen[-1] == (size * (1 + verify), size * (1 + verify))
     assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron"])
+def test_values_beyond_float16_are_refused_and_no_others(
+    to: conversion.Kind, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "a")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    # 65520 is half way between 65504, the largest of float16, and 65536: it rounds up, to infinity.
+    tensors[name][3, 4:7] = torch.tensor([-65519.0, torch.inf, torch.nan])
+    save_file(tensors, tmp_path / "a" / "model.safetensors", metadata={"format": "pt"})
+    convert(Request(tmp_path / "a", tmp_path / "b", to=to, dtype="float16"), silent)
+    convert(Request(tmp_path / "b", tmp_path / "c", to="hf"), silent)
+    found = tensors_of(tmp_path / "c")[name][3, 4:7]
+    assert found[:2].tolist() == [-65504.0, torch.inf] and found[2].isnan()
+    tensors[name][3, 4] = -65520.0
+    save_file(tensors, tmp_path / "a" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"up_proj.weight holds 65520, .*float16 ends at 65504"):
+        convert(Request(tmp_path / "a", tmp_path / "d", to=to, dtype="float16"), silent)
+    assert not list(tmp_path.glob("d*"))
+    convert(Request(tmp_path / "a", tmp_path / "d", to=to, dtype="bfloat16"), silent)
