@@ -149,7 +149,9 @@ def _write_grid(options: PlaneOptions, weights: "WeightsResult", console: Consol
 @command("lengths", "Reward against log(length) of a run's rollouts.")
 def lengths(options: LengthsOptions, console: Console) -> int:
     from megatron_rl.analysis.lengths import fit_lengths
+    from megatron_rl.observe.missing_records import warn_of_missing
 
+    warn_of_missing(options.run_dir)
     found = fit_lengths(options.run_dir)
     analysis = _begin(options)
     _write(options, msgspec.structs.replace(analysis, lengths=found), console)

@@ -15,6 +15,7 @@ from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_run
 from megatron_rl.observe.facts import read_summary, run_facts
+from megatron_rl.observe.missing_records import warn_of_missing
 from megatron_rl.observe.report.material import read_material
 from megatron_rl.observe.summary import RunFacts, summarize
 from megatron_rl.observe.summary_text import render_text
@@ -48,6 +49,8 @@ def report(options: ReportOptions, console: Console) -> int:
         _check_writable(options.run_dirs, path, options.trace)
     texts = [render_text(*read_run(folder)) for folder in options.run_dirs]
     for folder, text in zip(options.run_dirs, texts, strict=True):
+        if not options.text or not (folder / "summary.json").exists():
+            warn_of_missing(folder)
         if len(texts) > 1:
             say(console, f"\n{folder}")
         say(console, text)

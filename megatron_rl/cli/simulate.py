@@ -35,6 +35,7 @@ from megatron_rl.cli.run import KEYS_HELP
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.gpus import GPUS
 from megatron_rl.config.tree import Config
+from megatron_rl.observe.missing_records import warn_of_missing
 from megatron_rl.plan.plan import Hardware, make_plan
 from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.simulation.advice import best_of, reasons
@@ -139,6 +140,7 @@ def simulate(options: SimulateOptions, console: Console) -> int:
 
     calibration = None
     if options.calibrate:
+        warn_of_missing(options.calibrate)
         calibration = calibrate(read_run(options.calibrate))
     sweeps = [parse_sweep(text) for text in options.sweep]
     variants = make_variants(load, sweeps, _assumptions(options), options.gpus)

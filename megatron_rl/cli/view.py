@@ -30,6 +30,7 @@ class ViewOptions:
 @command("view", "Look at the rollouts of a run in a browser.")
 def view(options: ViewOptions, console: Console) -> int:
     # Only this command loads the web server.
+    from megatron_rl.observe.missing_records import warn_of_missing
     from megatron_rl.observe.viewer.index import Index
     from megatron_rl.observe.viewer.server import Viewer
     from megatron_rl.observe.viewer.tokens import load_decoder
@@ -47,6 +48,7 @@ def view(options: ViewOptions, console: Console) -> int:
     ):
         count = index.refresh()
         console.print(f"{count} rollouts of {options.run_dir}; Ctrl-C ends", highlight=False)
+        warn_of_missing(options.run_dir)
         viewer = Viewer(index, load_decoder(model), name=name, tags=tags)
         try:
             asyncio.run(_until_signal(viewer, options.port, console))

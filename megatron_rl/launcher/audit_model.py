@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
 from megatron_rl.config.staging import longest_stage
 from megatron_rl.config.thinking import ThinkTags
@@ -37,10 +36,11 @@ SAMPLING_SEED = 0
 
 
 def audit_model(run_dir: Path) -> dict[str, object]:
-    """Measured figures, and verdicts under names that begin with is_. Raises InputError."""
+    """Measured figures, and verdicts under names that begin with is_. Raises InputError.
+
+    run_dir: of a run that has ended.
+    """
     folder = run_dir / "hf" / "final"
-    if not folder.is_dir() or not (run_dir / "summary.json").exists():
-        raise InputError(f"{run_dir} has no hf/final and summary.json: its run has not ended")
     cfg = load_config(run_dir / "config.toml", [override("model.path", str(folder))])
     cfg = cfg.model_copy(update={"parallel": ParallelConfig()})
     renderer = open_renderer(cfg)

@@ -1,13 +1,13 @@
 """Checks a run's records for consistency: metrics, rollouts, evaluations, models, summary.
 
 Used by `megatron-rl audit`. Read-only; checks the present records of a run that has not ended.
+`audit_figures.py` works out figures from records, and `audit_summary.py` checks summary.json.
 """
 
 import itertools
 from bisect import bisect
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from math import isclose, isfinite
 from pathlib import Path
 
 from megatron_rl.cli.command_line.printing import Report
@@ -15,9 +15,17 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_run
 from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
-from megatron_rl.observe.facts import read_summary
+from megatron_rl.observe.audit_figures import (
+    are_from_records,
+    evaluation_figures,
+    lost_lines,
+    step_figures,
+)
+from megatron_rl.observe.audit_findings import ROUNDING, WHOLE, Findings, agree, is_number
+from megatron_rl.observe.audit_summary import check_summary
+from megatron_rl.observe.missing_records import TRAINED, missing_steps, packed_text, step_file
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, PARTIAL, read_complete_mark
-from megatron_rl.protocol.metrics import Row, stream_rows
+from megatron_rl.protocol.metrics import Row, numbered_rows
 from megatron_rl.protocol.rollout_files import (
     FOLDER,
     RecordedSpan,
@@ -31,44 +39,45 @@ from megatron_rl.protocol.rollout_files import (
 from megatron_rl.protocol.weight_files import INDEX, indexed_files
 from megatron_rl.rollout_queue.activity import ACTIVITY_S
 
-_ROUNDING = 1e-6
-_ZERO_VARIANCE = "zero_variance"
-
-SHOWN = 5
-"""Most examples per rule; all faults are counted."""
-
-
-@dataclass
-class Rule:
-    """One rule with its checks and faults."""
-
-    looked_at: int = 0
-    broken: int = 0
-    examples: list[str] = field(default_factory=list)
+_NUMBERS = "metrics are numbers"
+_MATCH = "metrics of a step match its rollouts"
+_MILLISECONDS = 1e-3
+"""Recorded seconds have three decimals."""
+_TEXTS = ("source", "label", "engine", "engine_version", "megatron_core_version")
+"""Names in rows of steps and evaluations that have texts."""
+_PARTLY_COMPARED = ("queue/", "eval/")
+"""Areas of which records yield some figures."""
 
 
 @dataclass
-class Findings:
-    """All rules of an audit."""
+class _Audit:
+    """A run, and what was found so far."""
 
-    rules: dict[str, Rule] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
-    """Records that could not be checked, and why."""
+    run_dir: Path
+    config: Config
+    findings: Findings = field(default_factory=Findings)
+    rows: list[Row] = field(default_factory=list)
+    """Without activity."""
+    steps: dict[int, Row] = field(default_factory=dict)
+    """Rows of trained steps by number, from 1."""
+    group_files: dict[int, Path] = field(default_factory=dict)
+    """By group: the file of its trained rollouts."""
+    sampled: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """As in `check_summary`."""
+    incomplete: set[int] = field(default_factory=set)
+    """Steps that lack recorded rollouts."""
+    not_compared: set[str] = field(default_factory=set)
+    """Names in rows of steps that no record has."""
 
-    def check(self, rule: str, holds: bool, place: str) -> bool:
-        """Count one check of a rule; place: location and found value."""
-        found = self.rules.setdefault(rule, Rule())
-        found.looked_at += 1
-        if not holds:
-            found.broken += 1
-            if len(found.examples) < SHOWN:
-                found.examples.append(place)
-        return holds
+    def __post_init__(self) -> None:
+        stages = resolve_stages(self.config)
+        self.group_size = max(stage.train.group_size for stage in stages)
+        self.max_staleness = max(stage.queue.max_staleness for stage in stages)
+        self.has_ended = (self.run_dir / "summary.json").exists()
 
-    @property
-    def is_sound(self) -> bool:
-        """Whether no rule was broken."""
-        return not any(rule.broken for rule in self.rules.values())
+    def skip(self, text: str) -> None:
+        if text not in self.findings.skipped:
+            self.findings.skipped.append(text)
 
 
 def audit_records(run_dir: Path, report: Report) -> Findings:
@@ -76,83 +85,128 @@ def audit_records(run_dir: Path, report: Report) -> Findings:
 
     Raises InputError without a run.
     """
-    config, findings = load_run(run_dir), Findings()
-    rows = []
-    for row in stream_rows(run_dir / "metrics.jsonl"):
-        bad = [n for n, value in row.items() if isinstance(value, float) and not isfinite(value)]
-        findings.check("metrics are numbers", not bad, f"step {row['step']}: {bad}")
-        if ACTIVITY_S not in row:
-            rows.append(row)
-    steps = {row["step"]: row for row in rows if "queue/rollouts_trained" in row}
-    _check_steps(rows, config, run_dir, findings)
+    audit = _Audit(run_dir, load_run(run_dir))
+    findings = audit.findings
+    are_numbers = _read_rows(audit)
+    is_whole = _check_steps(audit)
+    _check_files(audit)
     if (run_dir / FOLDER).is_dir():
-        _check_rollouts(run_dir, config, steps, findings, report)
-        _check_evaluations(run_dir, rows, findings)
-    else:
+        _check_rollouts(audit, report)
+        _check_evaluations(audit)
+    elif not audit.steps:
         findings.skipped.append(f"{FOLDER}/ is not there: nothing was generated")
-    _check_summary(run_dir, rows, steps, findings)
+    _tell_not_compared(audit)
+    if not audit.has_ended:
+        text = "summary.json is not there: the run continues or stopped, or is an evaluation"
+        findings.skipped.append(text)
+    elif not are_numbers or not is_whole:
+        what = "lacks steps" if are_numbers else "has values that are no numbers"
+        findings.skipped.append(f"summary.json: metrics.jsonl {what}")
+    else:
+        sampled = None if audit.incomplete else audit.sampled
+        check_summary(run_dir, audit.rows, audit.config, sampled, findings)
     _check_models(run_dir, findings)
     return findings
 
 
-def _check_steps(rows: list[Row], config: Config, run_dir: Path, findings: Findings) -> None:
-    """The trainer took its steps in order, and all of them if the run has ended."""
-    taken = [row["step"] for row in rows if "queue/rollouts_trained" in row]
-    findings.check(
-        "steps are taken once, in order, from 1", taken == list(range(1, len(taken) + 1)),
-        f"metrics.jsonl has the steps {taken[:20]}...",
-    )  # fmt: skip
-    if (run_dir / "summary.json").exists():
-        findings.check(
-            "a run that ended took all steps", len(taken) == config.train.steps,
-            f"{len(taken)} of train.steps={config.train.steps}",
+def _read_rows(audit: _Audit) -> bool:
+    """Read and check metrics.jsonl; returns whether all its values are numbers."""
+    path, is_sound = audit.run_dir / "metrics.jsonl", True
+    for number, row in numbered_rows(path):
+        bad = {name: value for name, value in row.items() if _is_bad(name, value, row)}
+        if not is_number(row.get("step")):
+            bad["step"] = row.get("step")
+        text = ", ".join(f"{name} is {value!r:.40}" for name, value in bad.items())
+        is_sound &= audit.findings.check(_NUMBERS, not bad, f"{path}:{number}: {text}")
+        if "step" in bad or ACTIVITY_S in row:
+            continue
+        audit.rows.append(row)
+        if TRAINED in row:
+            audit.steps[row["step"]] = row
+    return is_sound
+
+
+def _is_bad(name: str, value: object, row: Row) -> bool:
+    """Whether a value should be a number and is none."""
+    if isinstance(value, str):
+        return name not in _TEXTS and (TRAINED in row or "eval/n" in row)
+    return not is_number(value)
+
+
+def _check_steps(audit: _Audit) -> bool:
+    """The trainer took its steps in order, and all of them if the run has ended.
+
+    Returns whether metrics.jsonl has a row of each step so far.
+    """
+    path = audit.run_dir / "metrics.jsonl"
+    taken = [row["step"] for row in audit.rows if TRAINED in row]
+    last = max(taken, default=0)
+    lacking = sorted(set(range(1, last + 1)) - set(taken))
+    audit.findings.check(
+        "steps are taken once, in order, from 1",
+        taken == sorted(set(taken)) and min(taken, default=1) >= 1,
+        f"{path} has the steps {taken[:20]}...",
+    )
+    if lacking:
+        text = f"{path} has no row of {len(lacking)} of {last} steps, the first is {lacking[0]}"
+        audit.findings.check(WHOLE, False, f"{text}: lines are missing")
+    if audit.has_ended:
+        audit.findings.check(
+            "a run that ended took all steps", last == audit.config.train.steps,
+            f"{last} of train.steps={audit.config.train.steps}",
         )  # fmt: skip
+    return not lacking
 
 
-def _check_rollouts(
-    run_dir: Path, config: Config, steps: dict[int, Row], findings: Findings, report: Report
-) -> None:
-    group_files: dict[int, Path] = {}
-    files = [file for file in rollout_files(run_dir) if file.step is not None]
+def _check_files(audit: _Audit) -> None:
+    """Each step has the file of its trained rollouts."""
+    packed = packed_text(audit.run_dir)
+    for step in missing_steps(audit.steps.values(), audit.run_dir):
+        audit.incomplete.add(step)
+        if not audit.has_ended and step == max(audit.steps):
+            audit.skip(f"step {step}: the queue may not have written its rollouts yet")
+            continue
+        text = f"step {step}: {step_file(audit.run_dir, step)} is missing"
+        audit.findings.check(WHOLE, False, f"{text}; {packed}" if packed else text)
+
+
+def _check_rollouts(audit: _Audit, report: Report) -> None:
+    files = [file for file in rollout_files(audit.run_dir) if file.step is not None]
     by_step: dict[int, dict[bool, list[RolloutRecord]]] = defaultdict(dict)
     for number, file in enumerate(files, 1):
-        records = _read(file, config, findings)
-        _check_groups(file, records, config, group_files, findings)
-        by_step[file.step or 0][file.is_dropped] = records
+        records = _read(file, audit)
+        _check_groups(file, records, audit)
+        step = file.step or 0
+        by_step[step][file.is_dropped] = records
         if not file.is_dropped:
             # The file of a step's dropped rollouts comes first, so both are read now.
-            _check_step(file, by_step.pop(file.step or 0), steps, config, findings)
+            of_step = by_step.pop(step)
+            _check_step(step, of_step[False], of_step.get(True, []), audit)
         report(number, len(files))
 
 
-def _read(file: RolloutFile, config: Config, findings: Findings) -> list[RolloutRecord]:
+def _read(file: RolloutFile, audit: _Audit) -> list[RolloutRecord]:
     """The records of a file; also checks their arrays, if they are recorded."""
+    findings = audit.findings
     rule = "token ids and logprobs match their lines"
     try:
-        if config.queue.record_tokens:
+        if audit.config.queue.record_tokens:
             records: list[RolloutRecord] = list(read_file(file))
         else:
             records = list(read_records(file.path))
     except TokensThinned:
-        note = "token ids of old steps: tokens thinned (queue.keep_tokens_of_steps)"
-        if note not in findings.skipped:
-            findings.skipped.append(note)
+        audit.skip("token ids of old steps: tokens thinned (queue.keep_tokens_of_steps)")
         return list(read_records(file.path))
     except InputError as error:
         findings.check(rule, False, str(error))
+        audit.incomplete.add((file.step or 0) + 1)
         return []
     findings.check(rule, True, "")
     return records
 
 
-def _check_groups(
-    file: RolloutFile,
-    records: list[RolloutRecord],
-    config: Config,
-    group_files: dict[int, Path],
-    findings: Findings,
-) -> None:
-    size = max(stage.train.group_size for stage in resolve_stages(config))
+def _check_groups(file: RolloutFile, records: list[RolloutRecord], audit: _Audit) -> None:
+    findings = audit.findings
     groups: dict[int, list[RolloutRecord]] = defaultdict(list)
     for record in records:
         groups[record.group].append(record)
@@ -164,7 +218,7 @@ def _check_groups(
         if record.reward is not None:
             findings.check(
                 "a reward is the sum of its parts",
-                abs(record.reward - sum(record.parts.values())) < _ROUNDING,
+                abs(record.reward - sum(record.parts.values())) < ROUNDING,
                 f"{place}: {record.reward} and {record.parts}",
             )
     for group, members in groups.items():
@@ -173,10 +227,12 @@ def _check_groups(
         is_one = len({record.prompt_id for record in members}) == 1
         findings.check("a group has one prompt", is_one, place)
         findings.check(
-            "a group has each rollout once", len(set(indexes)) == len(indexes) <= size, place
+            "a group has each rollout once",
+            len(set(indexes)) == len(indexes) <= audit.group_size,
+            place,
         )
         if not file.is_dropped:
-            other = group_files.setdefault(group, file.path)
+            other = audit.group_files.setdefault(group, file.path)
             findings.check("no group is trained on twice", other == file.path, f"{place}, {other}")
             rewards = {record.reward for record in members}
             findings.check("every trained rollout was graded", None not in rewards, place)
@@ -199,97 +255,102 @@ def _rise(spans: list[RecordedSpan]) -> bool:
 
 
 def _check_step(
-    file: RolloutFile,
-    of_step: dict[bool, list[RolloutRecord]],
-    steps: dict[int, Row],
-    config: Config,
-    findings: Findings,
+    step: int, trained: list[RolloutRecord], dropped: list[RolloutRecord], audit: _Audit
 ) -> None:
-    """The trainer's metrics of a step agree with the queue's record of its batch."""
-    trained, dropped = of_step[False], of_step.get(True, [])
-    # A file is named by the version before its step, a row by the version after it.
-    row = steps.get((file.step or 0) + 1)
-    if row is None or not trained:
+    """step: policy version before it."""
+    for record in (*trained, *dropped):
+        audit.sampled[step]["graded"] += record.reward is not None
+        audit.sampled[step]["correct"] += record.reason == "correct"
+    row = audit.steps.get(step + 1)
+    if row is None or not is_number(row[TRAINED]) or (not trained and not row[TRAINED]):
         return
-    step = file.step or 0
-    staleness = [step - min(record.versions) for record in trained]
-    seen: dict[str, float] = {
-        "queue/rollouts_trained": len(trained),
-        "queue/groups_trained": len({record.group for record in trained}),
-        "queue/staleness_versions_max": max(staleness),
-        "queue/staleness_versions_mean": sum(staleness) / len(staleness),
-    }
-    if config.replay.share:
-        # The records do not contain replayed rollouts of the batch.
-        seen = {}
-    if all(record.dropped == _ZERO_VARIANCE for record in dropped):
-        sampled = [record for record in [*trained, *dropped] if record.reward is not None]
-        seen["rollout/reward"] = sum(r.reward or 0.0 for r in sampled) / len(sampled)
-        seen["rollout/length_tokens"] = sum(r.sampled_tokens for r in sampled) / len(sampled)
-        seen["queue/groups_dropped_zero_variance"] = len({record.group for record in dropped})
-    for name, value in seen.items():
-        written = row.get(name, 0.0)
+    path, findings = step_file(audit.run_dir, step + 1), audit.findings
+    # A file that cannot be read breaks a rule already.
+    is_unread = step + 1 in audit.incomplete
+    if is_unread or not _are_all_there(row, trained, dropped, audit):
+        audit.incomplete.add(step + 1)
+        audit.skip(f"figures of steps that lack rollouts, such as step {step + 1}")
+        return
+    records = [*trained, *dropped]
+    figures = step_figures(step, trained, dropped)
+    names = figures.keys() | {name for name in row if are_from_records(name, records)}
+    audit.not_compared |= row.keys() - names
+    for name in sorted(names):
+        written, value = row.get(name, 0.0), figures.get(name, 0.0)
+        # The rule about numbers tells of others.
+        if is_number(written):
+            within = _MILLISECONDS if name.endswith("_s") else ROUNDING
+            text = f"{name} is {written} in metrics.jsonl, {value} in {path.name}"
+            findings.check(_MATCH, agree(written, value, within=within), f"step {step + 1}: {text}")
+    stalest = figures["queue/staleness_versions_max"]
+    if audit.config.queue.strict_staleness:
         findings.check(
-            "metrics of a step match its rollouts",
-            isclose(written, value, rel_tol=_ROUNDING, abs_tol=_ROUNDING),
-            f"step {step + 1}: {name} is {written} in metrics.jsonl, {value} in {file.path.name}",
-        )
-    limit = max(stage.queue.max_staleness for stage in resolve_stages(config))
-    if config.queue.strict_staleness:
-        findings.check(
-            "no rollout is staler than queue.max_staleness", max(staleness) <= limit,
-            f"{file.path}: {max(staleness)} versions, limit {limit}",
+            "no rollout is staler than queue.max_staleness", stalest <= audit.max_staleness,
+            f"{path}: {stalest} versions, limit {audit.max_staleness}",
         )  # fmt: skip
 
 
-def _check_evaluations(run_dir: Path, rows: list[Row], findings: Findings) -> None:
+def _are_all_there(
+    row: Row, trained: list[RolloutRecord], dropped: list[RolloutRecord], audit: _Audit
+) -> bool:
+    lost = lost_lines(row, trained, dropped) if trained else ("trained", 0, int(row[TRAINED]))
+    if lost is None:
+        return audit.findings.check(WHOLE, True, "")
+    if not audit.has_ended and row["step"] == max(audit.steps):
+        audit.skip(f"step {row['step']}: the queue may not have written its rollouts yet")
+        return False
+    kind, found, counted = lost
+    path = step_file(audit.run_dir, row["step"])
+    if kind == "dropped":
+        path = path.with_name(path.name.replace("step", "dropped"))
+    text = f"step {row['step']}: {path} has {found} of {counted} {kind} rollouts: lines are missing"
+    return audit.findings.check(WHOLE, False, text)
+
+
+def _tell_not_compared(audit: _Audit) -> None:
+    """Name the figures of steps and evaluations that records do not yield."""
+    names = sorted(audit.not_compared - {"time", "source", "step", *_TEXTS})
+    told = [
+        name if name.startswith(_PARTLY_COMPARED) else f"{name.partition('/')[0]}/*"
+        for name in names
+    ]
+    if told:
+        audit.skip(f"figures that rollouts do not yield: {', '.join(dict.fromkeys(told))}")
+
+
+def _check_evaluations(audit: _Audit) -> None:
     """Accuracies are means over prompts of the share of correct recorded samples."""
-    rates: dict[str, dict[str, list[bool]]] = {}
-    for file in rollout_files(run_dir):
-        if file.step is None and not file.is_dropped:
-            of_prompt: dict[str, list[bool]] = defaultdict(list)
+    graded: dict[str, dict[str, list[RolloutRecord]]] = {}
+    samples: dict[str, Counter[str]] = defaultdict(Counter)
+    for file in rollout_files(audit.run_dir):
+        if file.step is None:
+            of_prompt = graded.setdefault(file.label, defaultdict(list))
             for record in read_records(file.path):
-                if record.reward is not None:
-                    of_prompt[record.prompt_id].append(record.reason == "correct")
-            rates[file.label] = of_prompt
+                samples[file.label][record.prompt_id] += 1
+                if record.reward is not None and not file.is_dropped:
+                    of_prompt[record.prompt_id].append(record)
     # Only the last evaluation of a label is recorded.
-    for label, row in {row["label"]: row for row in rows if "eval/accuracy" in row}.items():
-        found = rates.get(label)
-        if not found:
-            findings.skipped.append(f"evaluation {label!r}: its completions are not recorded")
-            continue
-        mean = sum(sum(right) / len(right) for right in found.values()) / len(found)
-        findings.check(
-            "accuracies match recorded completions",
-            isclose(row["eval/accuracy"], mean, abs_tol=_ROUNDING) and row["eval/n"] == len(found),
-            f"{label}: {row['eval/accuracy']} of {row['eval/n']} prompts in metrics.jsonl, "
-            f"{mean} of {len(found)} in rollouts/",
-        )
+    last = {row["label"]: row for row in audit.rows if is_number(row.get("eval/accuracy"))}
+    for label, row in last.items():
+        found, counts = graded.get(label, {}), samples[label].values()
+        short = sum(count < max(counts) for count in counts)
+        lacks = not found or short > 0 or (is_number(row["eval/n"]) and len(found) < row["eval/n"])
+        text = f"eval_{label}.jsonl has {len(found)} of {row['eval/n']} prompts"
+        text += f", {short} of them with fewer completions" if short else ""
+        if audit.findings.check(WHOLE, not lacks, f"{text}: lines or files are missing"):
+            figures = evaluation_figures(list(found.values()))
+            audit.not_compared |= row.keys() - figures.keys()
+            _check_evaluation(label, row, figures, audit.findings)
 
 
-def _check_summary(
-    run_dir: Path, rows: list[Row], steps: dict[int, Row], findings: Findings
-) -> None:
-    path = run_dir / "summary.json"
-    if not path.exists():
-        findings.skipped.append(
-            "summary.json is not there: the run continues or stopped, or is an evaluation"
-        )
-        return
-    summary = read_summary(run_dir)
-    evaluations = {row["label"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
-    wanted: dict[str, object] = {
-        "accuracy_before": evaluations.get("before"),
-        "accuracy_after": evaluations.get("after"),
-        "sft_baseline_accuracy": evaluations.get("sft_baseline"),
-        "steps": len(steps),
-        "rollouts_trained": int(sum(row["queue/rollouts_trained"] for row in steps.values())),
-    }
-    for name, value in wanted.items():
-        findings.check(
-            "the summary matches the metrics", summary.get(name) == value,
-            f"{name} is {summary.get(name)} in summary.json and {value} in metrics.jsonl",
-        )  # fmt: skip
+def _check_evaluation(label: str, row: Row, figures: dict[str, float], findings: Findings) -> None:
+    for name, value in figures.items():
+        written = row.get(name, 0.0)
+        if is_number(written):
+            text = f"{name} is {written} in metrics.jsonl, {value} in eval_{label}.jsonl"
+            findings.check(
+                "accuracies match recorded completions", agree(written, value), f"{label}: {text}"
+            )
 
 
 def _check_models(run_dir: Path, findings: Findings) -> None:

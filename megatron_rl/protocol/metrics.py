@@ -48,7 +48,7 @@ _BLOCK_BYTES = 1 << 16
 _TAKEN_AGAIN = ("trainer", "queue")
 """Sources whose rows a resumed run writes again; a restarted trainer repeats only its own."""
 
-_FIX = "take a line out that a crash has damaged"
+_FIX = "take a line out that a crash has damaged, and `megatron-rl audit` says what is then missing"
 _ROW = f"a JSON object; {_FIX}"
 _NUMBERS = (
     "time", "step", "train/", "rollout/", "queue/", "wait/", "weight_sync/", "environment/",
@@ -185,7 +185,14 @@ def iter_jsonl(path: Path, *, holding: str = "") -> Iterator[dict[str, Any]]:
 def stream_rows(
     path: Path, *, holding: str = "", end: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Rows of a run as if it had never been interrupted; raises as `iter_jsonl`.
+    """The rows of `numbered_rows`."""
+    return (row for _, row in numbered_rows(path, holding=holding, end=end))
+
+
+def numbered_rows(
+    path: Path, *, holding: str = "", end: int | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line, row) of a run as if it had never been interrupted; raises as `iter_jsonl`.
 
     A run that was resumed after step k repeats the later steps: earlier rows of trainer and queue
     about these steps are left out; so are those of a trainer that was restarted after step k.
@@ -201,7 +208,7 @@ def stream_rows(
             number < later and row["step"] > step and row.get("source") in sources
             for later, step, sources in repeats
         ):
-            yield row
+            yield number, row
 
 
 def _repeats(path: Path, end: int | None) -> Iterator[tuple[int, int, tuple[str, ...]]]:

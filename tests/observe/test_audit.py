@@ -10,7 +10,9 @@ import pytest
 from megatron_rl.cli.main import main
 from megatron_rl.config.files import dump_toml
 from megatron_rl.config.tree import Config
-from megatron_rl.observe.audit import SHOWN, Findings, audit_records
+from megatron_rl.observe.audit import audit_records
+from megatron_rl.observe.audit_findings import SHOWN, WHOLE, Findings
+from megatron_rl.observe.summary import RunFacts, summarize
 
 REWARDS = {"step_000000": [[1.0, 0.1], [0.1, 1.0]], "step_000001": [[1.0, 1.0], [0.1, 0.1]],
            "dropped_000001": [[1.0, 1.0]]}  # fmt: skip
@@ -29,6 +31,30 @@ def line(group: int, index: int, reward: float, version: int, **more: Any) -> di
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def metrics() -> list[dict[str, Any]]:
+    """Rewards of step 1: 1, 0.1, 0.1, 1; of step 2: 1, 1, 0.1, 0.1, and 1, 1 that were dropped."""
+    common = {
+        "source": "trainer", "time": 9.0, "train/loss": 0.1, "queue/rollouts_trained": 4.0,
+        "queue/groups_trained": 2.0, "queue/rollouts_spanning_versions": 0.0,
+        "rollout/length_tokens": 4.5, "rollout/format": 1.0, "rollout/truncated": 0.0,
+        "reward/format": 0.1, "reason/wrong_answer": 2.0,
+    }  # fmt: skip
+    return [
+        common
+        | {"step": 1, "rollout/reward": 0.55, "rollout/correct": 0.5, "reward/correct": 0.45,
+           "reason/correct": 2.0, "queue/groups_dropped_zero_variance": 0.0,
+           "queue/staleness_versions_max": 0.0, "queue/staleness_versions_mean": 0.0},
+        # Groups 2 and 3 were made by versions 0 and 1.
+        common
+        | {"step": 2, "rollout/reward": 0.7, "rollout/correct": 4 / 6, "reward/correct": 0.6,
+           "reason/correct": 4.0, "queue/groups_dropped_zero_variance": 1.0,
+           "queue/staleness_versions_max": 1.0, "queue/staleness_versions_mean": 0.5},
+        {"source": "queue", "time": 9.0, "step": 2, "label": "after", "eval/accuracy": 0.5,
+         "eval/accuracy_se": 0.5, "eval/n": 2, "eval/format": 1.0, "eval/length_tokens": 4.5,
+         "eval/reward": 0.55, "eval/seconds": 1.0},
+    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -57,23 +83,11 @@ def run_dir(tmp_path: Path) -> Path:
         folder / "rollouts" / "eval_after.jsonl",
         [line(9, i, reward, 2, prompt_id=f"e{i}") for i, reward in enumerate((1.0, 0.1))],
     )
-    step = {"source": "trainer", "queue/rollouts_trained": 4.0, "queue/groups_trained": 2.0}
-    write(
-        folder / "metrics.jsonl",
-        [
-            step | {"step": 1, "rollout/reward": 0.55, "rollout/length_tokens": 4.5,
-                    "queue/staleness_versions_max": 0.0, "queue/staleness_versions_mean": 0.0},
-            # Rewards 1, 1, 0.1, 0.1 and the zero-variance group's 1, 1; groups 2 and 3 by versions
-            # 0 and 1.
-            step | {"step": 2, "rollout/reward": 0.7, "rollout/length_tokens": 4.5,
-                    "queue/groups_dropped_zero_variance": 1.0, "queue/staleness_versions_max": 1.0,
-                    "queue/staleness_versions_mean": 0.5},
-            {"source": "queue", "step": 2, "label": "after", "eval/accuracy": 0.5, "eval/n": 2},
-        ],
-    )  # fmt: skip
-    summary = {"accuracy_before": None, "accuracy_after": 0.5, "sft_baseline_accuracy": None,
-               "steps": 2, "rollouts_trained": 8}  # fmt: skip
-    (folder / "summary.json").write_text(json.dumps(summary))
+    rows = metrics()
+    write(folder / "metrics.jsonl", rows)
+    # Of step 1 two of 4 rollouts are correct, of step 2 with its dropped group four of 6.
+    facts = RunFacts(max_staleness=1, sampled_accuracy=(0.5, 4 / 6))
+    (folder / "summary.json").write_text(json.dumps(summarize(rows, facts)))
     (folder / "hf" / "final").mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
         (folder / "hf" / "final" / name).write_text("{}")
@@ -88,12 +102,15 @@ def test_sound_records_hold(run_dir: Path) -> None:
     findings = audited(run_dir)
     assert findings.is_sound, findings
     looked_at = {name: rule.looked_at for name, rule in findings.rules.items()}
-    # 10 rollouts of 5 groups in 3 files; 7 figures of each step, of which the first dropped none.
+    # 10 rollouts of 5 groups in 3 files; of each step 15 figures: 6 of queue/, 5 of rollout/, 2
+    # parts of the reward, 2 reasons.
     assert looked_at["a reward is the sum of its parts"] == 10
     assert looked_at["a group has one prompt"] == 5
-    assert looked_at["metrics of a step match its rollouts"] == 14
+    assert looked_at["metrics of a step match its rollouts"] == 30
     assert looked_at["no rollout is staler than queue.max_staleness"] == 2
-    assert looked_at["accuracies match recorded completions"] == 1
+    assert looked_at["accuracies match recorded completions"] == 5
+    # 2 steps and the evaluation.
+    assert looked_at[WHOLE] == 3
 
 
 def test_versions_of_chats_that_waited_at_the_same_time_have_no_order(run_dir: Path) -> None:
@@ -152,7 +169,8 @@ def _swap(key: str, value: Any, at: int = 0) -> Callable[[list[dict]], None]:
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        (change_lines("metrics.jsonl", lambda rows: rows.pop(0)), "steps are taken once"),
+        (change_lines("metrics.jsonl", lambda rows: rows.pop(0)), WHOLE),
+        (change_lines("metrics.jsonl", lambda rows: rows.append(rows[0])), "taken once"),
         (change_lines("metrics.jsonl", _swap("rollout/reward", 0.56)), "metrics of a step"),
         (change_lines("metrics.jsonl", _swap("queue/groups_dropped_zero_variance", 2.0, 1)),
          "metrics of a step"),

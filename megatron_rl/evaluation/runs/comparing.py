@@ -37,8 +37,11 @@ def compare_folders(first: Path, second: Path) -> dict[str, Any]:
             read_problems(folder, report["label"], "" if name == HELD_OUT else name)
             for folder, report in zip((first, second), reports, strict=True)
         ]
-        settings = _other_settings(*(report["sets"][name] for report in reports))
-        sets[name] = compare(*problems) | {"other_settings": settings}
+        told = [report["sets"][name] for report in reports]
+        sets[name] = compare(*problems) | {
+            "other_settings": _other_settings(*told),
+            "lost": [_lost(*pair) for pair in zip(told, problems, strict=True)],
+        }
     return {
         "first": str(first),
         "second": str(second),
@@ -46,6 +49,17 @@ def compare_folders(first: Path, second: Path) -> dict[str, Any]:
         "only_first": [name for name in names[0] if name not in common],
         "only_second": [name for name in names[1] if name not in common],
     }
+
+
+def _lost(told: Report, found: Sequence[ProblemSamples]) -> dict[str, int]:
+    """Problems and completions by eval.json (told_*) and in the recorded lines, if these are fewer.
+
+    {} if no line is lost.
+    """
+    counts = {"problems": len(found), "completions": sum(problem.n for problem in found)}
+    if not any(counts[name] < told.get(name, 0) for name in counts):
+        return {}
+    return counts | {f"told_{name}": told.get(name, 0) for name in counts}
 
 
 def _other_settings(first: Report, second: Report) -> dict[str, list[Any]]:

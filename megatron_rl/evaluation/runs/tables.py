@@ -82,6 +82,14 @@ def _cells(found: dict[str, Any]) -> tuple[str, ...]:
 def _remarks(compared: dict[str, Any]) -> list[str]:
     lines = ["p: paired sign-flip test, two-sided (docs/evaluation.md)"]
     for name, found in compared["sets"].items():
+        for folder, lost in zip("AB", found["lost"], strict=True):
+            if lost:
+                lines.append(
+                    f"warning: {name}: {folder} has {lost['problems']} of "
+                    f"{lost['told_problems']} problems and {lost['completions']} of "
+                    f"{lost['told_completions']} completions of its eval.json: lines are missing, "
+                    "and the accuracies differ from those that it reported"
+                )
         for setting, (first, second) in found["other_settings"].items():
             lines.append(f"warning: {name}: {setting} is {first} in A, {second} in B")
         if found["other_samples"]:

@@ -84,6 +84,22 @@ def test_completions_that_are_gone_are_named(folders: tuple[Path, Path]) -> None
         compare_folders(*folders)
 
 
+def test_lost_lines_are_told_with_numbers(folders: tuple[Path, Path]) -> None:
+    assert compare_folders(*folders)["sets"]["aime"]["lost"] == [{}, {}]
+    path = folders[1] / "rollouts" / "eval_other.aime.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    # Six problems with two completions each: one problem and a completion of another are lost.
+    assert len(lines) == 12
+    path.write_text("".join(lines[3:]))
+    found = compare_folders(*folders)
+    lost = {"problems": 5, "completions": 9, "told_problems": 6, "told_completions": 12}
+    assert found["sets"]["aime"]["lost"] == [{}, lost]
+    console = Console(record=True, width=100)
+    print_comparison(found, console)
+    text = " ".join(console.export_text().split())
+    assert "warning: aime: B has 5 of 6 problems and 9 of 12 completions of its eval.json" in text
+
+
 def test_a_set_without_a_common_problem_has_no_p(tmp_path: Path) -> None:
     write_results(tmp_path / "a", {"aime": {"p": [1, 1]}})
     write_results(tmp_path / "b", {"aime": {"q": [1, 1]}})
