@@ -179,14 +179,15 @@ def iter_jsonl(path: Path, *, holding: str = "") -> Iterator[dict[str, Any]]:
     wanted = holding.encode()
     for number, line in complete_lines(path):
         if wanted in line:
-            yield _row(path, number, line)
+            yield _with_numbers(path, number, _row(path, number, line))
 
 
 def stream_rows(
     path: Path, *, holding: str = "", end: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The rows of `numbered_rows`."""
-    return (row for _, row in numbered_rows(path, holding=holding, end=end))
+    """The rows of `numbered_rows`; raises InputError for a text in place of a number too."""
+    rows = numbered_rows(path, holding=holding, end=end)
+    return (_with_numbers(path, number, row) for number, row in rows)
 
 
 def numbered_rows(
@@ -205,10 +206,15 @@ def numbered_rows(
             continue
         row = _row(path, number, line)
         if not any(
-            number < later and row["step"] > step and row.get("source") in sources
+            number < later and row.get("source") in sources and _is_after(row, step)
             for later, step, sources in repeats
         ):
             yield number, row
+
+
+def _is_after(row: Row, step: int) -> bool:
+    found = row.get("step")
+    return isinstance(found, int) and found > step
 
 
 def _repeats(path: Path, end: int | None) -> Iterator[tuple[int, int, tuple[str, ...]]]:
@@ -232,6 +238,10 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
         raise line_error(path, number, error, expected=_ROW) from error
     if not isinstance(row, dict):
         raise line_error(path, number, TypeError(f"it is {row!r:.40}"), expected=_ROW)
+    return row
+
+
+def _with_numbers(path: Path, number: int, row: Row) -> Row:
     for name, value in row.items():
         is_text = isinstance(value, str) and name != EVALUATION_RUNNING
         if is_text and name.startswith(_NUMBERS):
