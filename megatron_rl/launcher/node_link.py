@@ -84,11 +84,7 @@ class NodeLink(Closing):
 
     @abstractmethod
     def exchange(self, now: float) -> None:
-        """Send and receive heartbeats.
-
-        Raises NodeLost, Interrupted where a signal ended the other node, and PlaceTaken where it is
-        refused.
-        """
+        """Send and receive heartbeats. Raises NodeLost, Interrupted (`_end_after`), PlaceTaken."""
 
     @abstractmethod
     def leave(self, error: str, signal: int = 0) -> None:
@@ -112,6 +108,10 @@ def _text_of(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+def _generators(config: Config) -> Least:
+    return Least(config.generator.replicas, config.generator.min_replicas)
+
+
 def _end_after(lost: str, signal: int) -> NodeLost | Interrupted:
     """The error with which this node ends after another one, so that both have one exit code.
 
@@ -132,7 +132,7 @@ class FirstNodeLink(NodeLink):
         super().__init__({0: ports.host})
         self._limits = config.nodes
         self._least = {
-            "generator": Least(config.generator.replicas, config.generator.min_replicas),
+            "generator": _generators(config),
             "verifier": Least(nodes, 1),
         }
         keys = load_keys(ports.keys_dir)
@@ -281,7 +281,7 @@ class OtherNodeLink(NodeLink):
         ports = config.ports
         address = address_towards(ports.host)
         super().__init__({node: address})
-        self._limits = config.nodes
+        self._limits, self._generators = config.nodes, _generators(config)
         session = time.time_ns()
         # A second launcher of the node, which is refused, does not take over this one's connection.
         name = f"node-{node}-{session}"
@@ -373,12 +373,13 @@ class OtherNodeLink(NodeLink):
         if part != self._state.trainer:
             self._say(trainer=part)
 
-    def left_without_it(self, kind: str, replicas: int) -> int:
-        """Replicas of a kind in the run without this node's. replicas: configured ones."""
-        if self._phase is None:
-            return replicas
+    def find_too_few(self) -> str:
+        """Text about the run's generators, if this node leaves too few of them; "": it does not."""
+        (replicas, least), kind = self._generators, "generator"
         own = self._state.replicas.get(kind, 0) - self._state.given_up.get(kind, 0)
-        return replicas - self._phase.given_up.get(kind, 0) - own
+        left = replicas - self._phase.given_up.get(kind, 0) - own if self._phase else least
+        text = f"{left} of {replicas} generators are fewer than generator.min_replicas = {least}"
+        return text if left < least else ""
 
     def announce_leaving(self) -> None:
         """Tell the first node that this one leaves in good order; it no longer waits for it."""

@@ -76,18 +76,11 @@ class ServingNode(Node):
 
     def _why_needed(self) -> str:
         """Why the run has to stop before this node leaves; "": it continues without the node."""
-        if self.link.is_ending:
-            return ""
-        config = self.config
-        replicas, least = config.generator.replicas, config.generator.min_replicas
-        left = self.link.left_without_it("generator", replicas)
-        if left >= least:
-            return ""
-        return (
-            f"stopping the run before this node leaves it: {left} of {replicas} generators would "
-            f"be left, fewer than generator.min_replicas = {least}. A checkpoint of the current "
-            f"step is saved first, for at most {config.checkpoint.stop_timeout_s:.0f} s "
-            "(expert.checkpoint.stop_timeout_s); a second signal ends this node at once"
+        why = "" if self.link.is_ending else self.link.find_too_few()
+        return why and (
+            f"stopping the run before this node leaves it, because without the node {why}. A "
+            "checkpoint of the current step is saved first (expert.checkpoint.stop_timeout_s); a "
+            "second signal ends this node at once"
         )
 
     def _leave(self) -> None:

@@ -135,7 +135,7 @@ def test_a_node_with_the_last_generator_stops_the_run_and_stays(
     first.join(60)
     assert first.events == []
     said = " ".join(console.file.getvalue().split())
-    assert said.count("0 of 1 generators would be left, fewer than generator.min_replicas = 1") == 1
+    assert said.count("0 of 1 generators are fewer than generator.min_replicas = 1") == 1
 
 
 @pytest.mark.parametrize(("ranks", "is_asked"), [(0, False), (0, True), (1, True)])
