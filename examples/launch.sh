@@ -82,8 +82,16 @@ cli() {
 head_address() {
     local last
     last=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)
-    "${FIRST[@]}" "${WORDS[@]}" "$PYTHON" -c 'import sys; from megatron_rl.backend.environment import address_towards as own
-print(own(sys.argv[1]))' "$last"
+    "${FIRST[@]}" "${WORDS[@]}" "$PYTHON" -c 'import sys
+from megatron_rl.backend.environment import address_towards
+from megatron_rl.config.errors import InputError
+try:
+    print(address_towards(sys.argv[1]))
+except InputError as error:
+    why = error.__cause__ or "its name leads to loopback"
+    sys.stderr.write(f"launch.sh: found no way from the first node to {sys.argv[1]} ({why}): set "
+                     "HEAD_ADDRESS to the address by which the other nodes reach the first one\n")
+    sys.exit(2)' "$last"
 }
 
 # The first signal stops the run after a checkpoint. srun would pass it to every process of the job.

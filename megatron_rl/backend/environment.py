@@ -157,14 +157,14 @@ def collective_environment(
 
 
 def address_towards(host: str) -> str:
-    """This host's address from which `host` is reached, which may be this host itself.
+    """This host's IPv4 address from which `host` is reached, which may be this host itself.
 
     Raises InputError.
     """
     try:
         # Of a UDP socket: connecting it sends nothing, but chooses the address to send from.
-        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
+        place = socket.getaddrinfo(host, 9, family=socket.AF_INET, type=socket.SOCK_DGRAM)[0][-1]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(place)
             own = probe.getsockname()[0]
     except OSError as error:
@@ -172,7 +172,7 @@ def address_towards(host: str) -> str:
             f"ports.host = {host!r} cannot be reached from this host: {error}; give the address of "
             f"the first node, or set {_GLOO_INTERFACE} to the interface that leads there"
         ) from error
-    if ip_address(own).is_loopback and not _names_loopback(host):
+    if ip_address(own).is_loopback and not names_loopback(host):
         raise InputError(
             f"ports.host = {host!r} leads to {place[0]} on this host, where no other host gets: "
             "give the address by which the others reach it (`hostname -I` lists them)"
@@ -196,7 +196,7 @@ def interface_of(host: str) -> str:
     )
 
 
-def _names_loopback(host: str) -> bool:
+def names_loopback(host: str) -> bool:
     """Whether the user asked for a run on this host alone."""
     try:
         return host in LOOPBACK or ip_address(host).is_loopback

@@ -40,7 +40,9 @@ def prepare(options: PrepareOptions, console: Console) -> int:
         console.print(warning, style="bold red", highlight=False, soft_wrap=True)
     if options.dry_run:
         return dry_run(config, console, machines)
-    machines.place(config)
+    placed = machines.place(config)
+    if warning := nodes.warning_of_host(config, max(len(placed), options.nodes or 1)):
+        console.print(warning, style="bold red", highlight=False, soft_wrap=True)
     config = nodes.prepare(config, console)
     say(console, f"{config.run.dir}: {ports_text(config.ports)}")
     return 0

@@ -7,7 +7,7 @@ from config.toml in the run folder.
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.check import refusals
@@ -156,6 +156,16 @@ class PortsConfig(Section):
     Each further replica takes the next two."""
     scorer: int = Field(default=0, ge=0, le=65535)
     """Port of the scorer for its peers. Its engine takes the next two."""
+
+    @field_validator("host")
+    @classmethod
+    def _is_no_ipv6(cls, host: str) -> str:
+        if ":" in host:
+            raise ValueError(
+                f"IPv6 addresses are not supported: ports.host={host!r}; give the IPv4 address of "
+                "the first node, or a name that has one"
+            )
+        return host
 
     def scorer_at(self, node: str) -> str:
         """Where the scorer listens. node: its address; "": the first node's."""

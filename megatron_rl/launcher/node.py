@@ -84,8 +84,8 @@ class Node:
 
     @property
     def has_trained(self) -> bool:
-        """Whether training has a step to save; only the first node knows when it has none."""
-        return True
+        """Whether training may have a step to save: another node knows only that it never began."""
+        return not self.link.awaits_first
 
     def role(self, name: str) -> str:
         """Name of this node's part of a role that several nodes share."""
@@ -266,7 +266,7 @@ def first_node(
     with (
         LiveView(config, console) as view,
         open_supervisor(config, inherited=(lock.descriptor,)) as supervisor,
-        FirstNodeLink(config, nodes) as link,
+        FirstNodeLink(config, nodes, roles.gpus_per_node) as link,
     ):
         # An earlier launcher has shown the rows that are there.
         view.skip_rows()
@@ -274,6 +274,7 @@ def first_node(
             config, roles, gpus, supervisor,
             link=link, stop=orderly_stop(config), count=nodes, view=view, lock=lock,
         )  # fmt: skip
+        link.started = lock.heartbeat.started
         clear_failures(notes, LAUNCHER)
         is_done = False
         try:

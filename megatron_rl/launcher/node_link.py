@@ -20,7 +20,7 @@ import msgspec
 
 from megatron_rl.backend.environment import address_towards
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.node_registry import NodeRegistry, PlaceTaken, sum_of
+from megatron_rl.launcher.node_registry import Least, NodeRegistry, PlaceTaken, sum_of
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.endpoints import NODES
 from megatron_rl.protocol.keys import load_keys
@@ -73,17 +73,22 @@ class NodeLink(Closing):
         return self._phase is not None and self._phase.is_ending
 
     @property
+    def awaits_first(self) -> bool:
+        """Whether it has never heard the first node, which the run may still lack."""
+        return False
+
+    @property
     def order(self) -> TrainerOrder:
         """What a trainer on several nodes is to do."""
         return TrainerOrder() if self._phase is None else self._phase.trainer
 
     @abstractmethod
     def exchange(self, now: float) -> None:
-        """Send and receive heartbeats. Raises NodeLost, and PlaceTaken where it is refused."""
+        """Send and receive heartbeats. Raises NodeLost, Interrupted (`_end_after`), PlaceTaken."""
 
     @abstractmethod
-    def leave(self, error: str) -> None:
-        """Tell the others why this node ends before the run does."""
+    def leave(self, error: str, signal: int = 0) -> None:
+        """Tell the others why this node ends before the run does. signal: as in NodeState."""
 
     def __enter__(self) -> Self:
         return self
@@ -91,7 +96,8 @@ class NodeLink(Closing):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is not None:
-                self.leave(_text_of(error)[:_ERROR_CHARS])
+                number = int(error.code or 0) - 128 if isinstance(error, Interrupted) else 0
+                self.leave(_text_of(error)[:_ERROR_CHARS], number)
         finally:
             self.close()
 
@@ -102,26 +108,43 @@ def _text_of(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+def _generators(config: Config) -> Least:
+    return Least(config.generator.replicas, config.generator.min_replicas)
+
+
+def _end_after(lost: str, signal: int) -> NodeLost | Interrupted:
+    """The error with which this node ends after another one, so that both have one exit code.
+
+    signal: that ended the other node; 0: none.
+    """
+    if not signal:
+        return NodeLost(lost)
+    log.warning("%s", lost)
+    return Interrupted(128 + signal)
+
+
 class FirstNodeLink(NodeLink):
     """The end of the node that decides."""
 
-    def __init__(self, config: Config, nodes: int) -> None:
+    def __init__(self, config: Config, nodes: int, gpus_per_node: int = 0) -> None:
+        """gpus_per_node: as in NodeState."""
         ports = config.ports
         super().__init__({0: ports.host})
         self._limits = config.nodes
         self._least = {
-            "generator": (config.generator.replicas, config.generator.min_replicas),
-            "verifier": (nodes, 1),
+            "generator": _generators(config),
+            "verifier": Least(nodes, 1),
         }
-        """Kind of role -> its replicas on the configured nodes, and how many the run needs."""
         keys = load_keys(ports.keys_dir)
         # On one node it is for nodes that join.
         self._router = Router(ports.host, ports.nodes, keys, endpoint=NODES, label=ports.label)
-        self.registry = NodeRegistry(nodes, config.nodes, time.monotonic())
+        self.registry = NodeRegistry(nodes, config.nodes, time.monotonic(), gpus_per_node)
         self._peers: set[str] = set()
         self._waiting: set[str] = set()
         """Launchers whose place another one has, which may live."""
         self._interruption = ""
+        self.started = 0.0
+        """As in RunPhase."""
 
     def begin(self, phase: RunPhase, look: Look) -> RunPhase:
         """Begin a phase once all other nodes have ended the one before; returns it with its number.
@@ -191,18 +214,9 @@ class FirstNodeLink(NodeLink):
         self._end_start()
         self.given_up_elsewhere = self.registry.given_up()
         self.addresses |= self.registry.addresses()
-        if lost := lost or self._find_too_few():
-            raise NodeLost(lost)
-
-    def _find_too_few(self) -> str:
-        """Text about a kind of role with too few replicas because nodes are away; "": none."""
-        why = "; ".join(self.registry.away.values())
         given_up = sum_of(self.given_up, self.given_up_elsewhere)
-        for kind, (replicas, least) in self._least.items():
-            left = replicas - given_up.get(kind, 0)
-            if why and left < least:
-                return f"{why}, and {left} of {replicas} {kind}s are fewer than {least}"
-        return ""
+        if lost := lost or self.registry.find_too_few(given_up, self._least):
+            raise _end_after(lost, self.registry.ending_signal)
 
     def _receive(self, now: float) -> bool:
         """Handle the next message, if there is one; returns whether another may wait."""
@@ -237,12 +251,13 @@ class FirstNodeLink(NodeLink):
     def _told(self, phase: RunPhase) -> RunPhase:
         given_up = sum_of(self.given_up, self.registry.given_up())
         return msgspec.structs.replace(
-            phase, given_up=given_up, addresses=self.addresses, missing=self.missing
-        )
+            phase, given_up=given_up, addresses=self.addresses, missing=self.missing,
+            started=self.started,
+        )  # fmt: skip
 
-    def leave(self, error: str) -> None:
+    def leave(self, error: str, signal: int = 0) -> None:
         phase = self._phase or RunPhase(number=0, kind=PhaseKind.END)
-        self._tell(msgspec.structs.replace(phase, error=error))
+        self._tell(msgspec.structs.replace(phase, error=error, signal=signal))
 
     def _tell(self, phase: RunPhase) -> None:
         self._phase = phase
@@ -260,13 +275,13 @@ class OtherNodeLink(NodeLink):
 
     def __init__(
         self, config: Config, node: int, nodes: int, *,
-        replicas: dict[str, int] | None = None, is_vital: bool = True, is_joined: bool = False,
+        replicas: dict[str, int] | None = None, is_vital: bool = True, gpus_per_node: int = 0,
     ) -> None:  # fmt: skip
-        """replicas, is_vital, is_joined: as in NodeState."""
+        """replicas, is_vital, gpus_per_node: as in NodeState. It has joined if node >= nodes."""
         ports = config.ports
         address = address_towards(ports.host)
         super().__init__({node: address})
-        self._limits = config.nodes
+        self._limits, self._generators = config.nodes, _generators(config)
         session = time.time_ns()
         # A second launcher of the node, which is refused, does not take over this one's connection.
         name = f"node-{node}-{session}"
@@ -276,7 +291,8 @@ class OtherNodeLink(NodeLink):
         )  # fmt: skip
         self._state = NodeState(
             node, nodes, address, session=session, ended=0,
-            replicas=replicas or {}, is_vital=is_vital, is_joined=is_joined,
+            replicas=replicas or {}, is_vital=is_vital, is_joined=node >= nodes,
+            gpus_per_node=gpus_per_node,
         )  # fmt: skip
         self._heard_at = self._dialled_at = time.monotonic()
         self._next_beat_at = 0.0
@@ -318,10 +334,13 @@ class OtherNodeLink(NodeLink):
             )
 
     @property
-    def _limit_s(self) -> float:
+    def awaits_first(self) -> bool:
         # A node joins a run that is there.
-        is_there = self._phase is not None or self._state.is_joined
-        return self._limits.patience_s(is_there=is_there)
+        return self._phase is None and not self._state.is_joined
+
+    @property
+    def _limit_s(self) -> float:
+        return self._limits.patience_s(is_there=not self.awaits_first)
 
     def _take(self, message: AnyMessage) -> None:
         if not isinstance(message, RunPhase):
@@ -335,7 +354,8 @@ class OtherNodeLink(NodeLink):
         if message.refused:
             return
         if message.error:
-            raise NodeLost(f"the first node has left the run: {message.error}")
+            text = f"the first node has left the run: {message.error}"
+            raise _end_after(text, message.signal)
         self._phase, self.missing = message, message.missing
         self.addresses |= message.addresses
         # A node that joined counts its own replicas alone.
@@ -353,14 +373,22 @@ class OtherNodeLink(NodeLink):
         if part != self._state.trainer:
             self._say(trainer=part)
 
+    def find_too_few(self) -> str:
+        """Text about the run's generators, if this node leaves too few of them; "": it does not."""
+        (replicas, least), kind = self._generators, "generator"
+        own = self._state.replicas.get(kind, 0) - self._state.given_up.get(kind, 0)
+        left = replicas - self._phase.given_up.get(kind, 0) - own if self._phase else least
+        text = f"{left} of {replicas} generators are fewer than generator.min_replicas = {least}"
+        return text if left < least else ""
+
     def announce_leaving(self) -> None:
         """Tell the first node that this one leaves in good order; it no longer waits for it."""
         self._say(is_leaving=True)
 
-    def leave(self, error: str) -> None:
+    def leave(self, error: str, signal: int = 0) -> None:
         # The launcher that has the place speaks for the node.
         if not self._is_refused:
-            self._say(error=error)
+            self._say(error=error, signal=signal)
 
     def _say(self, **changes: object) -> None:
         self._state = msgspec.structs.replace(self._state, **changes)

@@ -34,17 +34,27 @@ class Loss(NamedTuple):
     at: float
 
 
+class Least(NamedTuple):
+    """Replicas of one kind of role on the configured nodes, and how many of all the run needs."""
+
+    replicas: int
+    least: int
+
+
 class NodeRegistry:
     """The other nodes, configured and joined."""
 
-    def __init__(self, nodes: int, limits: NodesConfig, now: float) -> None:
-        self._nodes, self._limits = nodes, limits
+    def __init__(self, nodes: int, limits: NodesConfig, now: float, gpus_per_node: int = 0) -> None:
+        """gpus_per_node: as in NodeState."""
+        self._nodes, self._limits, self._gpus_per_node = nodes, limits, gpus_per_node
         self._opened_at = now
         self._states: dict[int, NodeState] = {}
         self._heard_at: dict[int, float] = {}
         self._restarts: list[RoleRestart] = []
         self.away: dict[int, str] = {}
         """Nodes without which the run continues, and why each is away."""
+        self.ending_signal = 0
+        """Signal that ended the node that was missed last; 0: none did."""
         self._events: list[str] = []
         self.may_return: Collection[int] = ()
         """Nodes of the trainer that may be lost and come back; the trainer then starts again."""
@@ -96,6 +106,7 @@ class NodeRegistry:
 
     def _check_numbers(self, state: NodeState) -> None:
         if state.nodes == self._nodes and (state.is_joined or 1 <= state.node < self._nodes):
+            self._check_gpus(state)
             return
         spare = self._limits.spare
         self._refuse(
@@ -103,6 +114,18 @@ class NodeRegistry:
             f"a launcher was started as --node {state.node} of --nodes {state.nodes + spare}, the "
             f"first one with --nodes {self._nodes + spare}: use the same --nodes everywhere and a "
             "unique --node on each node",
+        )
+
+    def _check_gpus(self, state: NodeState) -> None:
+        """Refuse a launcher that has placed the roles of the run on other nodes than this one."""
+        if state.is_joined or state.gpus_per_node == self._gpus_per_node:
+            return
+        self._refuse(
+            state,
+            f"node {state.node} counts {state.gpus_per_node} GPUs on each node, and the first one "
+            f"{self._gpus_per_node}, so the two would start some roles twice and others never: "
+            "give the same --gpus-per-node to `megatron-rl node` on all nodes, or list equally "
+            "many GPUs in CUDA_VISIBLE_DEVICES",
         )
 
     def _may_replace(self, known: NodeState, state: NodeState, now: float) -> bool:
@@ -176,6 +199,7 @@ class NodeRegistry:
         for node, state in self._states.items():
             if (loss := self.lost.get(node)) is not None:
                 if now - loss.at > self._limits.wait_s:
+                    self.ending_signal = 0
                     return f"{loss.why}, and did not come back within {self._wait_text}"
                 continue
             why = "" if node in self.away else self._why_gone(state, now)
@@ -187,10 +211,26 @@ class NodeRegistry:
                     "node` with its number, on any node like it, takes its place"
                 )
             elif why and state.is_vital:
+                self.ending_signal = state.signal
                 return why
             elif why:
-                self.away[node] = why
+                self.away[node], self.ending_signal = why, state.signal
                 self._events.append(f"{why}: the run continues without its {_text_of_roles(state)}")
+        return ""
+
+    def find_too_few(self, given_up: dict[str, int], needs: dict[str, Least]) -> str:
+        """Text about a kind of role with too few replicas because nodes are away; "": none.
+
+        given_up: replicas by kind, of all nodes.
+        """
+        if not self.away:
+            return ""
+        for kind, (replicas, least) in needs.items():
+            if (left := replicas - given_up.get(kind, 0)) < least:
+                # The node that went last made them too few.
+                why = next(reversed(self.away.values()))
+                key = "generator.min_replicas = " if kind == "generator" else ""
+                return f"{why}, and {left} of {replicas} {kind}s are fewer than {key}{least}"
         return ""
 
     @property

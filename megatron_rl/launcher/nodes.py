@@ -7,6 +7,7 @@ and exits with an error. A spare node takes the place of a lost one. One process
 """
 
 import logging
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_rl.backend.environment import names_loopback
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
@@ -33,8 +35,9 @@ from megatron_rl.launcher.run import begin, conclude, log_into
 from megatron_rl.launcher.run_folder import CONFIG, check_run_folder, locked
 from megatron_rl.observe.heartbeat import ALIVE, PREPARED, Beat, read_beat
 from megatron_rl.protocol.checkpoint_folder import find_resume
-from megatron_rl.protocol.keys import make_keys
-from megatron_rl.protocol.process import verifier_name
+from megatron_rl.protocol.keys import load_keys, make_keys
+from megatron_rl.protocol.process import Interrupted, verifier_name
+from megatron_rl.protocol.stop_request import is_stop_requested
 from megatron_rl.protocol.wire import LOOPBACK
 
 _LOOK_S = 1.0
@@ -52,21 +55,31 @@ def prepare(config: Config, console: Console) -> Config:
     prompts = preflight.check(config)
     with locked(config.run.dir, PREPARED):
         beginning = check_run_folder(config)
-        config = _with_keys(config, is_again=beginning.is_again)
+        config = _with_keys(config)
         return begin(config, beginning, prompts, console)
 
 
-def _with_keys(config: Config, *, is_again: bool) -> Config:
-    """The config with a folder of keys if other nodes can reach its sockets."""
+def warning_of_host(config: Config, nodes: int) -> str:
+    """Warning of an address that only this machine reaches, for several nodes; else ""."""
+    host = config.ports.host
+    if nodes == 1 or not names_loopback(host):
+        return ""
+    return (
+        f"warning: ports.host = {host} leads to this machine alone, so no other one can take part "
+        f"in this run of {nodes} nodes: give ports.host=ADDRESS, by which the others reach this one"
+    )
+
+
+def _with_keys(config: Config) -> Config:
+    """The config with a folder of keys if other nodes can reach its sockets. Raises InputError."""
     ports = config.ports
     if ports.host in LOOPBACK or ports.keys_dir is not None:
         return config
     keys = config.run.dir.resolve() / "keys"
-    if not is_again or not keys.exists():
-        try:
-            make_keys(keys)
-        except FileExistsError as error:
-            raise InputError(f"{keys} exists: name another run folder") from error
+    # Those that are there are of an earlier start, or of one that failed after it had made them.
+    if not keys.exists():
+        make_keys(keys)
+    load_keys(keys)
     return config.model_copy(update={"ports": ports.model_copy(update={"keys_dir": keys})})
 
 
@@ -112,6 +125,12 @@ def run_node(
     active = active_nodes(config, nodes)
     if node:
         with other_node(config, console, roles, gpus, number=node, nodes=active) as other:
+            text = (
+                f"node {node} waits for the first one at {config.ports.host}:{config.ports.nodes}, "
+                f"for at most {config.nodes.start_timeout_s:.0f} s (expert.nodes.start_timeout_s)"
+            )
+            log.info("%s", text)
+            say(console, text)
             follow(other)
         return
     with locked(config.run.dir, nodes=nodes) as lock:
@@ -159,15 +178,15 @@ def _placed(
 def lost_place(run_dir: Path, limits: NodesConfig) -> Iterator[int | None]:
     """The number of a lost node, whose place is this spare's in the block; None: the run has ended.
 
-    Raises NodeLost when the first node does not start or falls silent.
+    Raises NodeLost when the first node does not start or falls silent, and Interrupted when the run
+    is asked to stop before the first node has started.
     """
-    heard_at, limit_s = time.monotonic(), limits.patience_s(is_there=False)
+    heard_at, is_there = time.monotonic(), False
     known = _key_of(read_beat(run_dir))
     while True:
         beat = read_beat(run_dir)
         if beat is not None and _key_of(beat) != known and beat.phase != PREPARED:
-            known, heard_at = _key_of(beat), time.monotonic()
-            limit_s = limits.patience_s(is_there=True)
+            known, heard_at, is_there = _key_of(beat), time.monotonic(), True
             if beat.has_ended:
                 yield None
                 return
@@ -178,6 +197,9 @@ def lost_place(run_dir: Path, limits: NodesConfig) -> Iterator[int | None]:
                         log.info("this spare node takes the place of node %d", node)
                         yield node
                         return
+        if not is_there and is_stop_requested(run_dir):
+            raise Interrupted(128 + signal.SIGTERM)
+        limit_s = limits.patience_s(is_there=is_there)
         if time.monotonic() - heard_at > limit_s:
             raise NodeLost(
                 f"the first node has not renewed {run_dir / ALIVE} for {limit_s:.0f} s: start the "

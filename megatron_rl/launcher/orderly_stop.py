@@ -50,7 +50,7 @@ class FirstSignal(Closing):
     def check(self, *, has_trained: bool) -> str:
         """Act on a new signal or request; returns the text about it, else "".
 
-        has_trained: a step has ended in this training; if not, there is nothing to save.
+        has_trained: a step may have ended in this training; if not, there is nothing to save.
         """
 
     @abstractmethod
@@ -138,7 +138,12 @@ class LeaveOnSignal(FirstSignal):
         return not is_stop_requested(self._run_dir)
 
     def check(self, *, has_trained: bool) -> str:
-        """Nothing to say: the first node leads the end of a run that is asked to stop."""
+        """Nothing to say: the first node leads the end of a run that is asked to stop.
+
+        Raises Interrupted while the first node was never heard, as none leads the end then.
+        """
+        if not has_trained and (self._signal is not None or is_stop_requested(self._run_dir)):
+            raise Interrupted(128 + (self._signal or signal.SIGTERM))
         return ""
 
     def conclude(self) -> None:

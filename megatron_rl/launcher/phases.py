@@ -41,6 +41,7 @@ from megatron_rl.launcher.cold_start import (
 )
 from megatron_rl.launcher.node import FirstNode, Node
 from megatron_rl.launcher.node_link import FirstNodeLink, OtherNodeLink
+from megatron_rl.launcher.other_node import VISIBLE_S, check_folder
 from megatron_rl.launcher.placement import EngineNode, NodeRoles
 from megatron_rl.launcher.ports import check_engine_ports, check_scorer_ports
 from megatron_rl.launcher.restarts import RestartRule, restart_rule
@@ -59,8 +60,6 @@ SCORER = "scorer-0"
 _EVAL_MARGIN_S = 60.0
 # Time for the other roles to end after the queue has.
 _END_S = 60.0
-# Time until a shared file system shows a file that another node has written.
-_VISIBLE_S = 120.0
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +92,7 @@ def follow(own: Node) -> None:
     """Run all phases in the order of the first node, on another node."""
     assert isinstance(own.link, OtherNodeLink)
     while (phase := own.link.next_phase(own.look)).kind != PhaseKind.END:
+        check_folder(own, phase)
         _take_part(own, phase)
 
 
@@ -193,11 +193,11 @@ def _train(own: Node, phase: RunPhase) -> None:
 
 def _await(own: Node, path: Path) -> None:
     """Wait until this node sees a file of another node. Raises DeadlineExceeded."""
-    deadline = time.monotonic() + _VISIBLE_S
+    deadline = time.monotonic() + VISIBLE_S
     while not path.exists():
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
-                f"{path} was written, and is not there after {_VISIBLE_S:.0f} s: is the run "
+                f"{path} was written, and is not there after {VISIBLE_S:.0f} s: is the run "
                 "folder on a file system that all nodes share?"
             )
         own.look()

@@ -35,6 +35,8 @@ class NodeRoles:
     """Node that runs the scorer, where the run has one."""
     has_verifier: bool = True
     """Every configured node runs one, without spare nodes."""
+    gpus_per_node: int = field(default=0, compare=False)
+    """Number by which the roles of all nodes were placed; 0: without GPUs, or of one that joins."""
 
     def are_vital(self, config: Config, node: int) -> bool:
         """Whether the run cannot continue without these roles of a node other than the first."""
@@ -101,6 +103,7 @@ def place(config: Config, *, nodes: int, gpus_per_node: int) -> list[NodeRoles]:
             scorer,
             scorer_node,
             has_verifier=node < nodes - config.nodes.spare,
+            gpus_per_node=gpus_per_node,
         )
         for node in range(nodes)
     ]

@@ -33,6 +33,7 @@ _NAMES = ("prompts", "verify", "batches", "weights", "torchrun", "sft", "nodes",
 def resolve_ports(config: Config) -> Config:
     """The config with a free port in place of each port 0. Raises InputError."""
     ports = config.ports
+    _check_family(ports.host)
     taken = {port for _, port in listed_ports(config)}
     chosen: dict[str, int] = {}
     for name in _NAMES:
@@ -41,6 +42,17 @@ def resolve_ports(config: Config) -> Config:
             chosen[name] = find_free(ports.host, count, taken)
             taken.update(range(chosen[name], chosen[name] + count))
     return config.model_copy(update={"ports": ports.model_copy(update=chosen)})
+
+
+def _check_family(host: str) -> None:
+    """Raise InputError for a name without an IPv4 address. The configuration refuses `::1`."""
+    try:
+        socket.getaddrinfo(host, None, family=socket.AF_INET)
+    except OSError as error:
+        raise InputError(
+            f"ports.host = {host!r} has no IPv4 address ({error}), and IPv6 addresses are not "
+            "supported: give the IPv4 address of the first node (`hostname -I` lists them)"
+        ) from error
 
 
 def draw_label(config: Config) -> Config:

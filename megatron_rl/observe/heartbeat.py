@@ -135,6 +135,7 @@ class Heartbeat(Closing):
             nodes=nodes,
             code=code_digest(),
         )
+        self.started = self._beat.started
         self.phase, self.awaited = phase, ""
         self.lost: dict[int, int] = {}
         self._taken_by: Beat | None = None

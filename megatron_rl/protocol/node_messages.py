@@ -74,12 +74,16 @@ class NodeState(msgspec.Struct, frozen=True, tag="NodeState"):
     """Number of the phase whose processes it has ended; 0: none yet."""
     error: str = ""
     """Why it leaves the run."""
+    signal: Count = 0
+    """Number of the signal that ended it; 0: none. A run that stops as asked ends by SIGTERM."""
     restarts: tuple[RoleRestart, ...] = ()
     """The latest restarts; each is sent several times, and counts once by its number."""
     given_up: dict[str, Count] = {}
     """Kind of role -> replicas that used up their restarts."""
     replicas: dict[str, Count] = {}
     """Kind of role -> its replicas on this node."""
+    gpus_per_node: Count = 0
+    """GPUs of each configured node, by which it placed all roles; 0: it has no GPUs, or joined."""
     is_joined: bool = False
     """It was started by `megatron-rl join`: its replicas come on top of the configured ones."""
     is_vital: bool = True
@@ -108,6 +112,10 @@ class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
     """The queue of the phase has ended, and the other roles are ending."""
     error: str = ""
     """Why the first node leaves the run, or refuses a launcher."""
+    signal: Count = 0
+    """As in NodeState, of the first node."""
+    started: float = 0.0
+    """As the first node has written it to the run folder (`observe/heartbeat.py`)."""
     refused: int = 0
     """Session of a launcher without a place in the run; 0: none is refused."""
     given_up: dict[str, Change] = {}

@@ -36,7 +36,7 @@ MOST_FRAME_BYTES = 2 << 30
 """Size of a frame from which on ZeroMQ disconnects its sender, before memory is allocated."""
 MAX_REFUSED = 100
 """A ROUTER turns a peer away after each so many refused messages: it speaks another protocol."""
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+LOOPBACK = ("127.0.0.1", "localhost")
 _LABEL_MARK = "@"
 _TURNED_AWAY = b"\xc1"
 """The first of two frames. The second tells a peer with the label why; it is empty for a stranger,

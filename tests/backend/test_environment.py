@@ -159,7 +159,7 @@ def test_memory_that_engines_open_is_not_of_such_segments() -> None:
 NCCL = {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "2", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "91"}
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2", "::1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
 def test_collectives_of_a_run_on_loopback_stay_there(host: str) -> None:
     assert collective_environment(host, 90.5, {}) == NCCL | {"GLOO_SOCKET_IFNAME": "lo"}
 

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from megatron_rl.cli.main import main
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import FOLDER, shipped
 from megatron_rl.config.tree import PromptSource
@@ -303,6 +304,11 @@ def test_run_of_several_nodes_is_prepared_again_to_resume(files: Path) -> None:
     words = given(files, "eval.prompts=4", "sft.steps=0", "ports.host=127.0.0.2", "train.steps=9")
     words += ["generator.context_tokens=4096", "generator.kv_tokens=65536"]
     config = load_config(shipped()["tiny"], words)
+    wrong = load_config(shipped()["tiny"], [*words, "ports.host=192.0.2.1"])
+    with pytest.raises(InputError, match="is 192.0.2.1 an address of this machine"):
+        nodes.prepare(wrong, Console(quiet=True))
+    # What it left, keys and no configuration, is no other run.
+    assert not (files / "run" / "config.toml").exists()
     prepared = nodes.prepare(config, Console(quiet=True))
     keys = {path: path.read_bytes() for path in prepared.ports.keys_dir.iterdir()}
     save(files / "run", 6)

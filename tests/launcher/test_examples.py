@@ -211,6 +211,27 @@ def test_launch_gives_every_command_all_files_and_overrides(tmp_path: Path, node
     assert calls[-1].endswith(f"{cli[7:]} node {tmp_path}/run --gpus-per-node 4")
 
 
+def test_launch_names_the_last_node_that_does_not_resolve(tmp_path: Path) -> None:
+    scontrol = "#!/usr/bin/env bash\necho no-such-node.invalid\n"
+    for name, text in {"python": CALL, "scontrol": scontrol}.items():
+        (tmp_path / name).write_text(text.format(root=EXAMPLES.parent, python=sys.executable))
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "a.toml").touch()
+    job = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": f"{tmp_path}/python",
+        "CALLS": f"{tmp_path}/calls", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]",
+        "HEAD_ADDRESS": "",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "launch.sh"), "a.toml", "--run-dir", "run"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=200, env=os.environ | job,
+    )  # fmt: skip
+    [error] = done.stderr.splitlines()
+    assert done.returncode == 2 and "to no-such-node.invalid ([Errno -" in error
+    assert "set HEAD_ADDRESS to the address" in error and "ports.host" not in error
+    assert "prepare" not in (tmp_path / "calls").read_text()
+
+
 # As srun: a task on each node, at the same time; the exit code of one that failed.
 SRUN = """#!/usr/bin/env bash
 echo "srun $*" >>"$CALLS"

@@ -61,7 +61,7 @@ class Follower(threading.Thread):
                 if self.is_killed:
                     # As by SIGKILL: nothing is said any more, and the socket is gone.
                     link._dealer.close()
-                    link.leave = lambda error: None
+                    link.leave = lambda error, number: None
                     raise RuntimeError("killed")
             if self.raises is not None:
                 raise self.raises
@@ -209,15 +209,22 @@ def lose(first: FirstNodeLink, within_s: float) -> NodeLost:
     return found.value
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (RuntimeError("generator-1 ended with signal 9"), "generator-1 ended with signal 9"),
-        (Interrupted(128 + 15), "it was ended by signal 15"),
-    ],
-)
-def test_a_node_that_leaves_with_an_error_ends_all_others(error: BaseException, said: str) -> None:
+def test_a_node_that_a_signal_ends_ends_all_others_with_its_exit_code() -> None:
     cfg = config()
+    with followers(cfg, 3, work_s=0.2) as (one, two):
+        one.raises = Interrupted(128 + 2)
+        with pytest.raises(Interrupted) as ended, FirstNodeLink(cfg, 3) as first:
+            first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
+            until = time.monotonic() + 60
+            while time.monotonic() < until:
+                look(first)
+        two.join(60)
+        assert isinstance(two.error, Interrupted) and ended.value.code == two.error.code == 130
+
+
+def test_a_node_that_leaves_with_an_error_ends_all_others() -> None:
+    cfg, said = config(), "generator-1 ended with signal 9"
+    error = RuntimeError(said)
     with followers(cfg, 3, work_s=0.2) as (one, two):
         one.raises = error
         with pytest.raises(NodeLost, match=said), FirstNodeLink(cfg, 3) as first:

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_rl.config.tree import NodesConfig
-from megatron_rl.launcher.node_registry import NodeRegistry, PlaceTaken
+from megatron_rl.launcher.node_registry import Least, NodeRegistry, PlaceTaken
 from megatron_rl.protocol.node_messages import NodeState
 
 LIMITS = NodesConfig(start_timeout_s=10, silence_timeout_s=4, end_timeout_s=6)
@@ -57,6 +57,23 @@ def test_the_run_continues_without_a_node_that_only_serves_until_it_is_back() ->
     ]
 
 
+def test_the_node_that_leaves_too_few_generators_is_named_with_the_key() -> None:
+    registry = NodeRegistry(3, LIMITS, now=0.0)
+    needs = {"generator": Least(4, 1)}
+    for node in (1, 2):
+        registry.note(state(node, **SERVING), 0.0)
+    assert registry.find_too_few({"generator": 4}, needs) == ""
+    registry.note(state(1, is_leaving=True, **SERVING), 1.0)
+    assert registry.find_lost(1.0) == registry.find_too_few(registry.given_up(), needs) == ""
+    registry.note(state(2, error="it was ended by signal 15", signal=15, **SERVING), 2.0)
+    assert registry.find_lost(2.0) == ""
+    assert registry.find_too_few(registry.given_up(), needs) == (
+        "node 2 has left the run: it was ended by signal 15, and 0 of 4 generators are fewer than "
+        "generator.min_replicas = 1"
+    )
+    assert registry.ending_signal == 15
+
+
 def test_replicas_of_a_joined_node_come_on_top_of_the_configured_ones() -> None:
     registry = NodeRegistry(1, LIMITS, now=0.0)
     joined = {"nodes": 1, "is_joined": True, "is_vital": False, "replicas": {"generator": 2}}
@@ -102,6 +119,16 @@ def test_launchers_with_wrong_numbers_are_refused(wrong: NodeState, expected: st
     assert registry.present == 1 and registry.find_lost(9.0) == ""
     assert registry.find_lost(10.1).startswith("node 2 was not heard within 10 s of the first one;")
     assert expected in registry.find_lost(10.1)
+
+
+def test_a_launcher_that_counts_other_gpus_is_refused_unless_it_joins() -> None:
+    registry = NodeRegistry(3, LIMITS, 0.0, 1)
+    assert registry.note(state(2, gpus_per_node=1), 1.0)
+    with pytest.raises(PlaceTaken, match="node 1 counts 2 GPUs on each node, and the first one 1"):
+        registry.note(state(1, gpus_per_node=2), 1.0)
+    # The same node, started again with the right number.
+    assert registry.note(state(1, session=2, gpus_per_node=1), 2.0)
+    assert registry.note(state(3, is_joined=True), 2.0) and registry.present == 3
 
 
 @pytest.mark.parametrize("is_vital", [False, True])

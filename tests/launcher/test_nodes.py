@@ -37,6 +37,14 @@ def test_a_node_needs_a_prepared_run_its_place_and_its_gpus(
         cluster.run_node(tmp_path, Console(), node=0, nodes=2, gpus_per_node=8)
 
 
+def test_several_nodes_on_a_loopback_address_are_warned_of() -> None:
+    for host, nodes, said in (("127.0.0.1", 2, "of 2 nodes"), ("127.0.0.2", 3, "of 3 nodes")):
+        config = Config(ports=PortsConfig(host=host))
+        assert said in cluster.warning_of_host(config, nodes)
+        assert cluster.warning_of_host(config, 1) == ""
+    assert cluster.warning_of_host(Config(ports=PortsConfig(host="10.0.0.7")), 2) == ""
+
+
 def test_an_engine_across_nodes_is_led_from_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(None, ["run.dir=/shared/run", "generator.tensor_parallel=16"])
     first = ["--index", "0"]

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.errors import InputError
+from megatron_rl.config.errors import ConfigError, InputError
+from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config, GeneratorConfig, PortsConfig
-from megatron_rl.launcher.ports import PortLocks, check_engine_ports
+from megatron_rl.launcher.ports import PortLocks, check_engine_ports, resolve_ports
 
 CHOOSERS = 8
 WIDTH = 2
@@ -30,6 +31,17 @@ except ports.InputError as error:
     print(error, flush=True)
 sys.stdin.readline()
 """
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "fd77::10"])
+def test_ipv6_addresses_are_refused_with_the_configuration(host: str) -> None:
+    with pytest.raises(ConfigError, match="IPv6 addresses are not supported"):
+        load_config(None, [f"ports.host={host}"])
+
+
+def test_a_name_without_an_ipv4_address_is_refused_before_ports_are_chosen() -> None:
+    with pytest.raises(InputError, match="no-such-host.invalid' has no IPv4 address"):
+        resolve_ports(Config(ports=PortsConfig(host="no-such-host.invalid")))
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from megatron_rl.launcher.node_link import NodeLost
 from megatron_rl.launcher.nodes import lost_place
 from megatron_rl.launcher.placement import NodeRoles, place
 from megatron_rl.observe.heartbeat import PREPARED, Heartbeat
+from megatron_rl.protocol.process import Interrupted
+from megatron_rl.protocol.stop_request import request_stop
 
 LIMITS = NodesConfig(start_timeout_s=20, silence_timeout_s=2)
 
@@ -60,6 +62,13 @@ def test_a_spare_misses_a_first_node_that_falls_silent(tmp_path: Path) -> None:
     with Heartbeat(tmp_path, PREPARED), pytest.raises(NodeLost, match="has not renewed"):
         limits = NodesConfig(start_timeout_s=1.5)
         with lost_place(tmp_path, limits):
+            pass
+
+
+def test_a_spare_ends_when_the_run_is_stopped_before_its_first_node_starts(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path, PREPARED):
+        request_stop(tmp_path)
+        with pytest.raises(Interrupted), lost_place(tmp_path, LIMITS):
             pass
 
 
