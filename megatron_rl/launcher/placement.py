@@ -5,7 +5,9 @@ engines, then the scorer. An engine spans several nodes only if it has more rank
 GPUs; then it takes whole nodes.
 """
 
+import itertools
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_GPU_NAME = re.compile(r"\d+|(GPU|MIG)-.+")
 _LIST_TIMEOUT_S = 30.0
 
 
@@ -210,9 +213,17 @@ def listed_gpus() -> list[str]:
 
 
 def found_gpus() -> list[str]:
-    """Names of the GPUs that this node shows, whatever torch was built for."""
+    """Names of the GPUs that this node shows, whatever torch was built for.
+
+    Raises InputError for a GPU that is named twice, for which CUDA offers none.
+    """
     if GPUS_VARIABLE in os.environ:
-        return [name for name in os.environ[GPUS_VARIABLE].split(",") if name]
+        given = os.environ[GPUS_VARIABLE]
+        # As CUDA does, which takes the names before the first one that is none: "-1", "NoDevFiles".
+        named = list(itertools.takewhile(_GPU_NAME.fullmatch, given.replace(" ", "").split(",")))
+        if len(set(named)) < len(named):
+            raise InputError(f"{GPUS_VARIABLE}={given} names a GPU twice: name each once")
+        return named
     if shutil.which("nvidia-smi") is None:
         return []
     done = subprocess.run(

@@ -127,8 +127,14 @@ def test_a_role_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,GPU-5a,7")
     names = listed_gpus()
     assert gpu_environment(range(1, 3), names) == {"CUDA_VISIBLE_DEVICES": "3,GPU-5a"}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert listed_gpus() == [] and gpu_environment(range(1), []) == {}
+    for none in ("", "-1", "NoDevFiles", "none", "-1,0"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        assert listed_gpus() == [] and gpu_environment(range(1), []) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0, 1,-1,2")
+    assert listed_gpus() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
+    with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES=0,0 names a GPU twice"):
+        listed_gpus()
 
 
 def test_an_evaluation_alone_has_all_gpus() -> None:
