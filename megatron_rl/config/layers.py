@@ -21,8 +21,9 @@ DEFAULT = "default"
 _DERIVED = "derived"
 _PRESET = "algorithm.preset="
 _TABLES = ("prompts", "stages", "eval.sets", "reward.extra")
-_SHOWN = 3
 """Lists of tables that an override may extend."""
+_SHOWN = 3
+"""Keys that a message names."""
 
 
 class Layers:

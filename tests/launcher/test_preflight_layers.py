@@ -7,7 +7,6 @@ import pytest
 
 from megatron_rl.cli import doctor
 from megatron_rl.config.layer_choice import Device
-from megatron_rl.launcher import preflight
 from megatron_rl.launcher.model_checks import find_device
 from tests.launcher.test_preflight import check, message_of
 from tests.launcher.test_preflight import overrides as overrides
@@ -24,7 +23,7 @@ def install(folder: Path, name: str, version: str) -> None:
 
 
 @pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def packages(tmp_path: Path, torch_for_gpus: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Packages of a node with one RTX 4090 and torch for CUDA."""
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
@@ -35,7 +34,6 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(preflight, "device_of_host", lambda gpus: "cuda" if gpus else "cpu")
     monkeypatch.syspath_prepend(tmp_path / "packages")
     return tmp_path / "packages"
 

@@ -154,7 +154,9 @@ def test_a_generator_that_restarts_while_another_is_served_costs_no_deadline(
     ]  # fmt: skip
     script = "sync 0, sync 1, admit 2, sync 2"
     steps, notes = sync(tmp_path, generators, script)
-    assert steps[1].failed == {"b": "b failed: it restarted"} and steps[1].held == {"a": 1}
+    # Its Hello may be read before or after a message to its former process.
+    assert steps[1].failed["b"] in ("b failed: it restarted", "b is gone: cannot send Receive")
+    assert list(steps[1].failed) == ["b"] and steps[1].held == {"a": 1}
     assert DAWDLE_S <= steps[1].seconds < SLACK_S
     assert versions(notes["a"]) == [0, 1, 2]
     assert [version for version in versions(notes["b"]) if version >= 0] == [0, 1, 2]
