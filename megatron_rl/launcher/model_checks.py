@@ -138,7 +138,7 @@ def find_device() -> Device | None:
 
 def check_layers(config: Config, device: Device) -> str:
     """The trainer's layers can be had on a GPU; returns a note if `auto` takes the local ones."""
-    attention = read_shape(config.model.path).attention(is_deterministic=config.train.deterministic)
+    attention = read_shape(config.model.path).attention(config.train)
     return describe(choose_layers(config.model, attention, device))
 
 

@@ -317,9 +317,6 @@ def _describe_unused(config: Config, tasks: Sequence[str]) -> list[str]:
             f"warning: no prompt has the task {' or '.join(unused)} of [reward.tasks]: set "
             "prompts.task, or the task of each line"
         )
-    sft = config.sft
-    if sft.dataset is not None and not (sft.steps or sft.baseline):
-        found.append("warning: sft.dataset is not used, because sft.steps = 0: no cold start")
     return found + unused_keys(config) + off_policy_bias(config)
 
 

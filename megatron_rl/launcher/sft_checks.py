@@ -49,7 +49,12 @@ def sft_trials(sft: SftConfig) -> list[Callable[[Renderer], object]]:
 
 
 def describe_sft_openings(config: Config) -> list[str]:
-    """What the run writes before SFT examples without a system message of their own."""
+    """What the run writes before SFT examples without a system message of their own.
+
+    A warning if the examples are not used.
+    """
+    if config.sft.dataset is not None and _dataset(config.sft) is None:
+        return ["warning: sft.dataset is not used, because sft.steps = 0: no cold start"]
     examples = _examples(config.sft)
     plain = [
         one for one in examples if all(said.role != "system" for said in one.conversation.messages)

@@ -211,7 +211,7 @@ def _settled(
 
     The GPU's node is taken to have TransformerEngine, and the flash-attn that is installed here.
     """
-    attention = shape.attention(is_deterministic=config.train.deterministic)
+    attention = shape.attention(config.train)
     device = Device(capability, installed_flash_attention())
     try:
         model, note = settle_layers(config.model, attention, device)

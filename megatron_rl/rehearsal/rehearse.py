@@ -180,7 +180,7 @@ def rehearsable(cfg: Config, gpu: str = DEFAULT) -> tuple[Config, list[str]]:
         own = {"policy": "start", "source": "trainer"}
         reference = algorithm.reference.model_copy(update=own)
         algorithm = algorithm.model_copy(update={"reference": reference})
-    attention = read_shape(model.path).attention(is_deterministic=cfg.train.deterministic)
+    attention = read_shape(model.path).attention(cfg.train)
     device = Device(find_gpu(gpu).capability, installed_flash_attention())
     model, note = settle_layers(model, attention, device)
     notes += [note] if note else []

@@ -146,9 +146,9 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
     """
     shape = read_shape(cfg.model.path)
     check_parallel(shape, cfg.parallel)
-    attention = shape.attention(is_deterministic=cfg.train.deterministic)
+    attention = shape.attention(cfg.train)
     backend = select_backend(cfg.model, attention)
-    if cfg.train.deterministic:
+    if attention.is_deterministic:
         backend.make_deterministic()
     backend.check_offload(cfg.optimizer)
     backend.check_offload(cfg.sft.optimizer)

@@ -14,7 +14,7 @@ from megatron_rl.config.divisibility import Counts, check_sizes
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.hf_config import text_values
 from megatron_rl.config.layer_choice import Attention
-from megatron_rl.config.tree import ParallelConfig
+from megatron_rl.config.tree import ParallelConfig, TrainConfig
 from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.families.family import Family
 from megatron_rl.weights.layout.latent import latent_fields
@@ -135,14 +135,14 @@ class ModelShape:
         """Of latent attention: width of what all heads share of a token, all that is cached."""
         return self.kv_rank + self.rotary_dim
 
-    def attention(self, *, is_deterministic: bool) -> Attention:
+    def attention(self, train: TrainConfig) -> Attention:
         """What decides which kernels compute the model's attention."""
         return Attention(
             head_dim=self.head_dim,
             value_dim=self.value_dim,
             has_window=self.sliding_window is not None,
             has_sinks=self.has_sinks,
-            is_deterministic=is_deterministic,
+            is_deterministic=train.deterministic,
         )
 
     def has_experts(self, layer: int) -> bool:
