@@ -7,11 +7,13 @@ import pytest
 
 @pytest.fixture(scope="session")
 def packages_for_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of packages that says torch was built for CUDA."""
+    """A folder that says torch was built for CUDA, and has the package that only CUDA needs."""
     folder = tmp_path_factory.mktemp("packages")
-    info = folder / "torch-2.14.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.14.1\n")
+    for name, version in (("torch", "2.14.1"), ("torch_memory_saver", "0.0.10")):
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (info / "METADATA").write_text(metadata)
     return folder
 
 
