@@ -172,7 +172,7 @@ def _family_flags(model: Path, quantization: str) -> list[str]:
 
 
 def _stores_in_order(family: Family, model: Path, quantization: str) -> bool:
-    """Whether experts must lie as slices say: not those of codes, which only frozen models have."""
+    """Whether weight syncs write the experts. Folders of quantised weights are of frozen models."""
     if family.pairs_units or family.experts is None:
         return family.pairs_units
     has_codes = json.loads((model / "config.json").read_text()).get("quantization_config")

@@ -71,7 +71,7 @@ def _stretched(rope: Mapping[str, Any], values: Mapping[str, Any], positions: in
     if kind == "yarn":
         key = "original_max_position_embeddings"
         original = values.get(key) or rope.get(key) or positions
-        # Qwen3's recipe leaves max_position_embeddings at 40960 beside 4 x 32768 positions.
+        # Qwen3's recipe has 4 x 32768 positions, and leaves max_position_embeddings at 40960.
         return int(original * factor) if rope.get("factor") else positions
     return int(positions * max(factor, 1.0))
 

@@ -27,8 +27,6 @@ from megatron_rl.protocol.stop_request import request_stop
 
 _MARGIN_S = 15.0
 """Time beyond leave_timeout_s for the last word of the queue, and for the end of engines."""
-
-
 VISIBLE_S = 120.0
 """Time until a shared file system shows a file that another node has written."""
 

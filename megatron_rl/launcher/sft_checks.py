@@ -18,7 +18,7 @@ _TAUGHT_EXAMPLES = 16
 
 
 def check_sft_dataset(config: Config) -> None:
-    """Raise InputError for a line of sft.dataset that is no SFT example, or of an unknown task."""
+    """Raise InputError for a line of sft.dataset that is no SFT example, or has an unknown task."""
     sft = config.sft
     if (sft.steps or sft.baseline) and sft.dataset is None:
         key = "sft.steps" if sft.steps else "sft.baseline"
@@ -49,7 +49,7 @@ def sft_trials(sft: SftConfig) -> list[Callable[[Renderer], object]]:
 
 
 def describe_sft_openings(config: Config) -> list[str]:
-    """What the run writes before SFT examples without a system message of their own.
+    """Lines about the system prompt that the run adds to SFT examples without a system message.
 
     A warning if the examples are not used.
     """

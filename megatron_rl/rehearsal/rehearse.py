@@ -160,7 +160,8 @@ def _sequence_tokens(cfg: Config, options: Options) -> int:
 def rehearsable(cfg: Config, gpu: str = DEFAULT) -> tuple[Config, list[str]]:
     """The configuration without what tensors without data cannot do, and what that is.
 
-    The model's layers are those of a trainer on `gpu`. Raises InputError if it cannot have them.
+    The model gets the layers that a trainer on `gpu` takes. Raises InputError for layers or FP8
+    that the GPU does not support.
     """
     notes = []
     model, parallel, algorithm = cfg.model, cfg.parallel, cfg.algorithm

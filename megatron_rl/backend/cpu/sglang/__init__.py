@@ -20,7 +20,7 @@ FFN_MULTIPLE = 32
 def torch_is_for_cpu(torch_version: str | None = None) -> bool:
     """Whether torch is a build without CUDA, as `tools/install.sh cpu` installs it.
 
-    torch_version: default: that of the installed package, which need not be loaded.
+    torch_version: None: the installed package's, which is read without loading torch.
     """
     try:
         given = importlib.metadata.version("torch") if torch_version is None else torch_version
