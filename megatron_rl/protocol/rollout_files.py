@@ -28,12 +28,7 @@ import numpy as np
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.line_errors import decode_lines
 from megatron_rl.protocol.metrics import end_of_lines
-from megatron_rl.protocol.rollout import (
-    ConversationTurn,
-    TurnReturn,
-    find_bad_spans,
-    given_ranges,
-)
+from megatron_rl.protocol.rollout import ConversationTurn, TurnReturn, find_bad_spans, given_ranges
 from megatron_rl.protocol.types import ROUNDING_NATS, Rollout
 
 log = logging.getLogger(__name__)

@@ -3,13 +3,7 @@ import random
 import time
 
 from megatron_rl.protocol import packing
-from megatron_rl.protocol.packing import (
-    EXCHANGES,
-    LOOKAHEAD,
-    deal,
-    first_fit_decreasing,
-    pack,
-)
+from megatron_rl.protocol.packing import EXCHANGES, LOOKAHEAD, deal, first_fit_decreasing, pack
 from megatron_rl.protocol.sequence_cost import SequenceCost
 from tools.bench.packing import magistral_like
 

@@ -12,12 +12,7 @@ from megatron_rl.protocol.metrics import MetricSet
 from megatron_rl.protocol.rollout import ConversationTurn
 from megatron_rl.protocol.types import Score, ScoredRollout
 from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
-from megatron_rl.rollout_queue.groups import (
-    DroppedGroups,
-    Group,
-    GroupBook,
-    RolloutTally,
-)
+from megatron_rl.rollout_queue.groups import DroppedGroups, Group, GroupBook, RolloutTally
 from tests.rollout_queue.makers import form_batch, make_group, make_rollout
 
 

@@ -19,12 +19,7 @@ from megatron_rl.protocol.types import (
     VersionSpan,
 )
 from megatron_rl.protocol.wire import Dealer, TurnedAway
-from tests.rollout_queue.scripted_peers import (
-    ScriptedPeers,
-    await_sum,
-    start_queue,
-    write_config,
-)
+from tests.rollout_queue.scripted_peers import ScriptedPeers, await_sum, start_queue, write_config
 
 PROMPTS, LEASES = 5, 20
 

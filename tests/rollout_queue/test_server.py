@@ -15,12 +15,7 @@ from megatron_rl.data.dropped_prompts import DroppedPrompt, write_dropped
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import GeneratorReady, NextBatch, VerifierReady, WeightsSynced
 from megatron_rl.protocol.wire import encode_frames, labelled
-from tests.rollout_queue.scripted_peers import (
-    ScriptedPeers,
-    await_sum,
-    start_queue,
-    write_config,
-)
+from tests.rollout_queue.scripted_peers import ScriptedPeers, await_sum, start_queue, write_config
 
 TRAIN = {
     "steps": 6, "prompts_per_batch": 4, "group_size": 4, "minibatches": 2, "microbatch_tokens": 64,

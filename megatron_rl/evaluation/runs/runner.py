@@ -3,7 +3,6 @@
 Used by `megatron-rl eval`. Repeating the command generates the missing completions.
 """
 
-import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +15,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.layers import changed_keys, first_of
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight
-from megatron_rl.evaluation.runs.results import (
-    RESULTS,
-    Report,
-    make_report,
-    write_report,
-)
+from megatron_rl.evaluation.runs.results import RESULTS, Report, make_report, write_report
 from megatron_rl.evaluation.runs.tables import print_report
 from megatron_rl.launcher.node import first_node
 from megatron_rl.launcher.phases import evaluate_folder
@@ -38,8 +32,6 @@ from megatron_rl.rollout_queue.evaluation import (
     recorded_problems,
 )
 from megatron_rl.data.prompts import prompts_of_run
-
-log = logging.getLogger(__name__)
 
 _SECTIONS = ("model", "prompts", "render", "sampling", "reward", "eval")
 """With run.seed, what the results of an evaluation depend on; but for eval.timeout_s."""
