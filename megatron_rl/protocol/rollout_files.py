@@ -30,6 +30,7 @@ from megatron_rl.protocol.line_errors import decode_lines
 from megatron_rl.protocol.metrics import end_of_lines
 from megatron_rl.protocol.rollout import ConversationTurn, TurnReturn, find_bad_spans, given_ranges
 from megatron_rl.protocol.types import ROUNDING_NATS, Rollout
+from megatron_rl.protocol.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -207,9 +208,7 @@ class WordBuffer:
 def write_thinned(folder: Path, before_step: int) -> None:
     """Record that token files of earlier steps are removed. Raises OSError, InputError."""
     mark = _Thinned(max(before_step, _thinned_before(folder)))
-    partial = folder / f"{_THINNED}.partial"
-    partial.write_bytes(msgspec.json.encode(mark))
-    partial.replace(folder / _THINNED)
+    write_whole(folder / _THINNED, msgspec.json.encode(mark))
 
 
 # --- reading ------------------------------------------------------------------------------------
