@@ -264,20 +264,18 @@ def without_texts(record: RolloutRecord) -> RolloutRecord:
     )  # fmt: skip
 
 
-def read_rollouts(run_dir: Path, torn: Counter[str] | None = None) -> Iterator[RecordedRollout]:
+def read_rollouts(run_dir: Path) -> Iterator[RecordedRollout]:
     """All recorded rollouts of a run with their arrays, in the order of `rollout_files`.
 
-    Raises InputError, with file and line, if arrays are missing or contradict the line. torn: see
-    `read_records`.
+    Raises InputError, with file and line, if arrays are missing or contradict the line.
     """
-    files = rollout_files(run_dir)
-    return itertools.chain.from_iterable(read_file(file, torn) for file in files)
+    return itertools.chain.from_iterable(map(read_file, rollout_files(run_dir)))
 
 
-def read_file(file: RolloutFile, torn: Counter[str] | None = None) -> Iterator[RecordedRollout]:
+def read_file(file: RolloutFile) -> Iterator[RecordedRollout]:
     """The rollouts of one file with their arrays; as `read_rollouts`."""
     # All lines before the words: a running queue writes the words of a line first.
-    records = list(read_records(file.path, torn))
+    records = list(read_records(file.path))
     with contextlib.ExitStack() as stack:
         words = None
         # The queue may remove the file at any time; an open file stays readable.
