@@ -22,6 +22,15 @@ from megatron_rl.rollout_queue.batches import deal_batch, order_batch
 from megatron_rl.rollout_queue.groups import DroppedGroups, Group, Origin
 from megatron_rl.rollout_queue.scoring import Scoring
 
+RIGHT = Score(1.0, {"format": 0.1, "correct": 0.9}, "correct")
+WRONG = Score(0.1, {"format": 0.1, "correct": 0.0}, "wrong_answer")
+FORMAT_FAILURE = Score(0.0, {"format": 0.0, "correct": 0.0}, "no_boxed")
+
+
+def mixed(prompt: str, index: int) -> Score:
+    """One right, two wrong, one without an answer."""
+    return [RIGHT, WRONG, WRONG, FORMAT_FAILURE][index]
+
 
 def make_prompt(
     name: str = "p", *, task: str = "math", answer: str = "1", split: str = "train"
