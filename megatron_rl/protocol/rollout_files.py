@@ -18,7 +18,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -170,39 +170,29 @@ class _Thinned(msgspec.Struct, frozen=True):
     """Token files of earlier steps may be removed."""
 
 
-class WordBuffer:
-    """Arrays of rollouts to append to a file."""
+def append_words(file: BinaryIO, rollouts: Iterable[Rollout]) -> list[tuple[int, int]]:
+    """Append the arrays of rollouts; returns `RolloutRecord.words` of each.
 
-    def __init__(self, begins_at: int) -> None:
-        """begins_at: number of words in the file."""
-        self._parts: list[np.ndarray] = []
-        self._end = begins_at
-        self._prompt_ids: np.ndarray | None = None
-        self._prompt_at = 0
+    A prompt equal to the previous one, as in a group, is stored only once.
+    """
+    places: list[tuple[int, int]] = []
+    prompt_ids: np.ndarray | None = None
+    prompt_at = 0
+    for rollout in rollouts:
+        if prompt_ids is None or not np.array_equal(prompt_ids, rollout.prompt_ids):
+            prompt_ids = rollout.prompt_ids
+            prompt_at = _append(file, prompt_ids, _INT)
+        places.append((prompt_at, _append(file, rollout.token_ids, _INT)))
+        _append(file, rollout.logprobs, _FLOAT)
+    return places
 
-    def add(self, rollout: Rollout) -> tuple[int, int]:
-        """Append a rollout's arrays; returns `RolloutRecord.words`.
 
-        A prompt equal to the previous one, as in a group, is stored only once.
-        """
-        if self._prompt_ids is None or not np.array_equal(self._prompt_ids, rollout.prompt_ids):
-            self._prompt_ids = rollout.prompt_ids
-            self._prompt_at = self._append(rollout.prompt_ids, _INT)
-        tokens_at = self._append(rollout.token_ids, _INT)
-        self._append(rollout.logprobs, _FLOAT)
-        return self._prompt_at, tokens_at
-
-    def _append(self, array: np.ndarray, dtype: np.dtype) -> int:
-        begin = self._end
-        self._parts.append(np.ascontiguousarray(array, dtype=dtype))
-        self._end += len(array)
-        return begin
-
-    def write_to(self, file: BinaryIO) -> None:
-        """Append all to the file."""
-        # One by one: a joined copy would block all other threads meanwhile.
-        for part in self._parts:
-            file.write(part.data)
+def _append(file: BinaryIO, array: np.ndarray, dtype: np.dtype) -> int:
+    """Append an array; returns its place in words."""
+    begin = file.tell() // WORD_BYTES
+    # Array by array: a joined copy would block all other threads meanwhile.
+    file.write(np.ascontiguousarray(array, dtype=dtype).data)
+    return begin
 
 
 def write_thinned(folder: Path, before_step: int) -> None:
