@@ -32,7 +32,7 @@ class RolloutTally:
         self._tasks: dict[str, RolloutTally] = {}
         """Of each task by its name."""
         self._sums: collections.Counter[str] = collections.Counter()
-        self._parts: collections.Counter[str] = collections.Counter()
+        self._parts: dict[str, float] = {}
         self._reasons: collections.Counter[str] = collections.Counter()
         self.add(rollouts, task)
 
@@ -46,7 +46,7 @@ class RolloutTally:
             self.count += 1
             self._reasons[score.reason] += 1
             for part, value in score.parts.items():
-                self._parts[part] += value
+                self._parts[part] = self._parts.get(part, 0.0) + value
             self._sums["reward"] += score.reward
             self._sums["correct"] += score.is_correct
             self._sums["format"] += score.is_well_formed
@@ -69,7 +69,8 @@ class RolloutTally:
         self._reasons.update(other._reasons)
         for task, tally in other._tasks.items():
             self._tasks.setdefault(task, RolloutTally()).fold(tally)
-        self._parts.update(other._parts)
+        for part, value in other._parts.items():
+            self._parts[part] = self._parts.get(part, 0.0) + value
 
     def metrics(self) -> list[Metric]:
         """Means over all rollouts (a missing part of the reward counts as 0), and reasons.
