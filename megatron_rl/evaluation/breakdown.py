@@ -4,12 +4,12 @@ Used by the launcher for eval.json.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from megatron_rl.evaluation.figures import (
-    Figure,
     clustered_figure,
     maj_figures,
     mean_figure,
@@ -45,14 +45,14 @@ def figures_report(problems: Sequence[ProblemSamples]) -> _Report:
         "problems": len(problems),
         "completions": sum(problem.n for problem in problems),
         "samples": most_samples(problems),
-        "accuracy": _plain(mean_figure([problem.accuracy for problem in problems])),
-        "pass_at": {str(k): _plain(figure) for k, figure in pass_figures(problems).items()},
-        "maj_at": {str(k): _plain(figure) for k, figure in maj_figures(problems).items()},
+        "accuracy": asdict(mean_figure([problem.accuracy for problem in problems])),
+        "pass_at": {str(k): asdict(figure) for k, figure in pass_figures(problems).items()},
+        "maj_at": {str(k): asdict(figure) for k, figure in maj_figures(problems).items()},
         "without_classes": sum(problem.classes is None for problem in problems),
-        "format": _plain(mean_figure([float(p.is_well_formed.mean()) for p in problems])),
-        "truncated": _plain(mean_figure([float(p.is_cut.mean()) for p in problems])),
-        "length_tokens": _plain(mean_figure([float(p.tokens.mean()) for p in problems])),
-        "reward": _plain(mean_figure([float(p.rewards.mean()) for p in problems])),
+        "format": asdict(mean_figure([float(p.is_well_formed.mean()) for p in problems])),
+        "truncated": asdict(mean_figure([float(p.is_cut.mean()) for p in problems])),
+        "length_tokens": asdict(mean_figure([float(p.tokens.mean()) for p in problems])),
+        "reward": asdict(mean_figure([float(p.rewards.mean()) for p in problems])),
     }
 
 
@@ -91,8 +91,4 @@ def _accuracy(problems: Sequence[ProblemSamples], mine: np.ndarray) -> _Report:
     is_correct = np.concatenate([problem.is_correct for problem in problems]).astype(float)
     clusters = np.repeat(np.arange(len(problems)), [problem.n for problem in problems])
     accuracy = clustered_figure(is_correct[mine], clusters[mine])
-    return {"completions": int(mine.sum()), "accuracy": _plain(accuracy)}
-
-
-def _plain(figure: Figure) -> _Report:
-    return {"value": figure.value, "se": figure.se, "problems": figure.problems}
+    return {"completions": int(mine.sum()), "accuracy": asdict(accuracy)}

@@ -167,7 +167,7 @@ def _base(row: Row) -> str:
 
 
 class Peers:
-    """Engines and verifiers that the queue hears, from rows of `rollout_queue/peer_rows.py`."""
+    """Engines and verifiers that the queue hears, from rows of `rollout_queue/presence.py`."""
 
     def __init__(self) -> None:
         self._counts = ""

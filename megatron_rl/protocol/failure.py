@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_rl.protocol.whole_file import write_whole
+
 FAILURE_VARIABLE = "MEGATRON_RL_FAILURE_NOTE"
 """Environment variable, set by the launcher: path of the note, without suffix."""
 FAILURES = "failures"
@@ -57,11 +59,9 @@ def write_failure_of_launcher(folder: Path, exit_code: int, text: str) -> None:
 
 def _write(path: Path, who: str, exit_code: int, text: str) -> None:
     failure = Failure(time.time(), who, exit_code, text, os.getpid())
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(msgspec.json.encode(failure))
-        temporary.replace(path)
+        write_whole(path, msgspec.json.encode(failure))
     except OSError as error:  # such as the full disk that ends the process
         log.warning("cannot note the error that follows in %s: %s", path, error)
 

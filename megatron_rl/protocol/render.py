@@ -17,12 +17,7 @@ from megatron_rl.config.hf_config import mlp_sizes, text_values
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.thinking import continued
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.chat_template import (
-    ChatTemplate,
-    RenderError,
-    Turn,
-    find_answer_form,
-)
+from megatron_rl.protocol.chat_template import ChatTemplate, RenderError, Turn, find_answer_form
 from megatron_rl.protocol.types import ChatMessage
 
 _TAIL_TOKENS = 16

@@ -18,7 +18,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -28,13 +28,9 @@ import numpy as np
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.line_errors import decode_lines
 from megatron_rl.protocol.metrics import end_of_lines
-from megatron_rl.protocol.rollout import (
-    ConversationTurn,
-    TurnReturn,
-    find_bad_spans,
-    given_ranges,
-)
+from megatron_rl.protocol.rollout import ConversationTurn, TurnReturn, find_bad_spans, given_ranges
 from megatron_rl.protocol.types import ROUNDING_NATS, Rollout
+from megatron_rl.protocol.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -174,47 +170,35 @@ class _Thinned(msgspec.Struct, frozen=True):
     """Token files of earlier steps may be removed."""
 
 
-class WordBuffer:
-    """Arrays of rollouts to append to a file."""
+def append_words(file: BinaryIO, rollouts: Iterable[Rollout]) -> list[tuple[int, int]]:
+    """Append the arrays of rollouts; returns `RolloutRecord.words` of each.
 
-    def __init__(self, begins_at: int) -> None:
-        """begins_at: number of words in the file."""
-        self._parts: list[np.ndarray] = []
-        self._end = begins_at
-        self._prompt_ids: np.ndarray | None = None
-        self._prompt_at = 0
+    A prompt equal to the previous one, as in a group, is stored only once.
+    """
+    places: list[tuple[int, int]] = []
+    prompt_ids: np.ndarray | None = None
+    prompt_at = 0
+    for rollout in rollouts:
+        if prompt_ids is None or not np.array_equal(prompt_ids, rollout.prompt_ids):
+            prompt_ids = rollout.prompt_ids
+            prompt_at = _append(file, prompt_ids, _INT)
+        places.append((prompt_at, _append(file, rollout.token_ids, _INT)))
+        _append(file, rollout.logprobs, _FLOAT)
+    return places
 
-    def add(self, rollout: Rollout) -> tuple[int, int]:
-        """Append a rollout's arrays; returns `RolloutRecord.words`.
 
-        A prompt equal to the previous one, as in a group, is stored only once.
-        """
-        if self._prompt_ids is None or not np.array_equal(self._prompt_ids, rollout.prompt_ids):
-            self._prompt_ids = rollout.prompt_ids
-            self._prompt_at = self._append(rollout.prompt_ids, _INT)
-        tokens_at = self._append(rollout.token_ids, _INT)
-        self._append(rollout.logprobs, _FLOAT)
-        return self._prompt_at, tokens_at
-
-    def _append(self, array: np.ndarray, dtype: np.dtype) -> int:
-        begin = self._end
-        self._parts.append(np.ascontiguousarray(array, dtype=dtype))
-        self._end += len(array)
-        return begin
-
-    def write_to(self, file: BinaryIO) -> None:
-        """Append all to the file."""
-        # One by one: a joined copy would block all other threads meanwhile.
-        for part in self._parts:
-            file.write(part.data)
+def _append(file: BinaryIO, array: np.ndarray, dtype: np.dtype) -> int:
+    """Append an array; returns its place in words."""
+    begin = file.tell() // WORD_BYTES
+    # Array by array: a joined copy would block all other threads meanwhile.
+    file.write(np.ascontiguousarray(array, dtype=dtype).data)
+    return begin
 
 
 def write_thinned(folder: Path, before_step: int) -> None:
     """Record that token files of earlier steps are removed. Raises OSError, InputError."""
     mark = _Thinned(max(before_step, _thinned_before(folder)))
-    partial = folder / f"{_THINNED}.partial"
-    partial.write_bytes(msgspec.json.encode(mark))
-    partial.replace(folder / _THINNED)
+    write_whole(folder / _THINNED, msgspec.json.encode(mark))
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -270,20 +254,18 @@ def without_texts(record: RolloutRecord) -> RolloutRecord:
     )  # fmt: skip
 
 
-def read_rollouts(run_dir: Path, torn: Counter[str] | None = None) -> Iterator[RecordedRollout]:
+def read_rollouts(run_dir: Path) -> Iterator[RecordedRollout]:
     """All recorded rollouts of a run with their arrays, in the order of `rollout_files`.
 
-    Raises InputError, with file and line, if arrays are missing or contradict the line. torn: see
-    `read_records`.
+    Raises InputError, with file and line, if arrays are missing or contradict the line.
     """
-    files = rollout_files(run_dir)
-    return itertools.chain.from_iterable(read_file(file, torn) for file in files)
+    return itertools.chain.from_iterable(map(read_file, rollout_files(run_dir)))
 
 
-def read_file(file: RolloutFile, torn: Counter[str] | None = None) -> Iterator[RecordedRollout]:
+def read_file(file: RolloutFile) -> Iterator[RecordedRollout]:
     """The rollouts of one file with their arrays; as `read_rollouts`."""
     # All lines before the words: a running queue writes the words of a line first.
-    records = list(read_records(file.path, torn))
+    records = list(read_records(file.path))
     with contextlib.ExitStack() as stack:
         words = None
         # The queue may remove the file at any time; an open file stays readable.

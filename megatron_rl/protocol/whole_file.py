@@ -1,6 +1,6 @@
 """Atomic writes of files, which other processes may read, and files for their user alone.
 
-Used by the launcher and commands.
+Used by every process.
 """
 
 import os

@@ -18,12 +18,7 @@ import zmq
 
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.endpoints import ANY, Endpoint, names_of
-from megatron_rl.protocol.frames import (
-    Frame,
-    WireError,
-    decode_frames,
-    encode_frames,
-)
+from megatron_rl.protocol.frames import Frame, WireError, decode_frames, encode_frames
 from megatron_rl.protocol.frames import decode as decode
 from megatron_rl.protocol.frames import encode as encode
 from megatron_rl.protocol.frames import join_frames as join_frames

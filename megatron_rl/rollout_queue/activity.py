@@ -106,7 +106,7 @@ class Activity:
             self._busy_since = now
         if self._first_score is None and self._counts["rollouts_scored"]:
             self._first_score = now
-        if self._first_score is None and not self._has_lost:
+        if self._first_score is None and not any(name.startswith(_LOST) for name in self._counts):
             return None
         if self._last_row is not None and now - self._last_row < ROW_S and not is_last:
             return None
@@ -124,10 +124,6 @@ class Activity:
         self._counts.clear()
         self._last_row = now
         return {PREFIX + name: value for name, value in row.items()}
-
-    @property
-    def _has_lost(self) -> bool:
-        return any(name.startswith(_LOST) for name in self._counts)
 
     def _new_diagnosis(self, now: float, records: Path | None) -> str | None:
         """The diagnosis, if its kind changed or scores grew by _REPEAT_FACTOR; else None."""

@@ -35,32 +35,23 @@ CLOSE_S = 30.0
 """Deadline for a batch that is being dealt when the run ends."""
 
 
-class BatchStore:
-    """Stores the batches since the oldest kept checkpoint (`protocol/stored_batches.py`)."""
+def store_batch(run_dir: Path, shares: list[RankBatch], *, keep_last: int, limit_s: float) -> None:
+    """Store a batch before any rank gets it, and remove those that are not needed any more.
 
-    def __init__(self, run_dir: Path, *, keep_last: int, limit_s: float) -> None:
-        """keep_last: number of newest checkpoints whose later batches are kept.
+    keep_last: number of newest checkpoints whose later batches are kept (`stored_batches.py`).
+    limit_s: how long a full disk is waited for. Raises WriteFailed.
+    """
+    folder = run_dir / BATCHES
+    write_when_room(folder, partial(_write, folder, shares), limit_s=limit_s)
+    # The newest checkpoint may still be written, so it does not count.
+    steps = sorted(steps_by_name(run_dir / CHECKPOINTS))[-keep_last - 1 :]
+    if len(steps) > 1:
+        remove_batches(folder, before=steps[0])
 
-        limit_s: how long a full disk is waited for.
-        """
-        self._limit_s = limit_s
-        self._folder, self._checkpoints = run_dir / BATCHES, run_dir / CHECKPOINTS
-        self._keep_last = keep_last
 
-    def write(self, shares: list[RankBatch]) -> None:
-        """Write a batch before any rank gets it, and remove those that are not needed any more.
-
-        Raises WriteFailed.
-        """
-        write_when_room(self._folder, partial(self._write, shares), limit_s=self._limit_s)
-        # The newest checkpoint may still be written, so it does not count.
-        steps = sorted(steps_by_name(self._checkpoints))[-self._keep_last - 1 :]
-        if len(steps) > 1:
-            remove_batches(self._folder, before=steps[0])
-
-    def _write(self, shares: list[RankBatch]) -> None:
-        self._folder.mkdir(exist_ok=True)
-        write_batch(self._folder, shares)
+def _write(folder: Path, shares: list[RankBatch]) -> None:
+    folder.mkdir(exist_ok=True)
+    write_batch(folder, shares)
 
 
 Store = Callable[[list[RankBatch]], None]

@@ -321,7 +321,7 @@ class Coordinator:
         is_training = self._synced >= 0 and self._finished_at is None
         next_step = max(self.requests.built_steps, self._synced) if is_training else None
         rules = self._opener.rules(self._synced, next_step)
-        issued = self._leases.issue(rules, lambda: self._opener.open(self._synced, next_step), now)
+        issued = self._leases.issue(rules, lambda: self._opener.open(rules, next_step), now)
         return Outgoing(PROMPTS, *issued) if issued else None
 
     def write_counts(self, values: dict[str, float]) -> None:

@@ -51,6 +51,7 @@ _MISSING = {"no_think_start": "begins with {open}", "no_think_end": "contains {c
 """Format failure -> what the completion lacks."""
 _ERROR_RATE = 0.01
 _MOSTLY = 0.9
+_SHOWN_REASONS = 4
 
 
 def least_evidence(share: float) -> int:
@@ -143,10 +144,10 @@ def diagnose(
     return _equal_though_mixed(evidence, setting, records)
 
 
-def reasons_text(reasons: collections.Counter[str], limit: int = 4) -> str:
+def reasons_text(reasons: collections.Counter[str]) -> str:
     """The most frequent reasons with their counts."""
-    shown = [f"{reason} {count}" for reason, count in reasons.most_common(limit)]
-    return ", ".join(shown + ["..."] * (len(reasons) > limit))
+    shown = [f"{reason} {count}" for reason, count in reasons.most_common(_SHOWN_REASONS)]
+    return ", ".join(shown + ["..."] * (len(reasons) > _SHOWN_REASONS))
 
 
 def _only(reasons: collections.Counter[str], names: frozenset[str]) -> collections.Counter[str]:

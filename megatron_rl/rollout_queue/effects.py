@@ -14,6 +14,7 @@ replay (`recovery.py`) it tells what the ledger says, and does none of the work 
 
 import collections
 import itertools
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -135,14 +136,11 @@ class LedgerWriter:
 
     def end_replay(self, writer: RecordFiles | RecordThread, folder: Path) -> None:
         """Write the waiting jobs, and further ones. Raises InputError for damaged files."""
-        for stem, jobs in itertools.groupby(sorted(self._waiting, key=_stem_of), key=_stem_of):
+        by_stem = operator.attrgetter("stem")
+        for stem, jobs in itertools.groupby(sorted(self._waiting, key=by_stem), key=by_stem):
             if not next(jobs).is_first:
                 _cut(folder / stem, self._lines[stem])
         self._writer, self._base = writer, self.written
-
-
-def _stem_of(job: Job) -> str:
-    return job.stem
 
 
 def _cut(stem: Path, lines: int) -> None:

@@ -27,6 +27,7 @@ from megatron_rl.protocol.rollout_files import (
     rollout_files,
 )
 from megatron_rl.protocol.types import Prompt, Sampling
+from megatron_rl.protocol.whole_file import write_whole
 
 FINAL_LABEL = "after"
 _FEW_PROMPTS = 30
@@ -193,9 +194,7 @@ def keep_evaluated(run_dir: Path, label: str, what: EvaluationSet) -> dict[str, 
     if not path.exists():
         return {}
     kept = _whole(run_dir, label, what)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(msgspec.json.Encoder().encode_lines(kept))
-    partial.replace(path)
+    write_whole(path, msgspec.json.Encoder().encode_lines(kept))
     _cut_to_words(path.with_suffix(WORDS))
     return {problem.prompt_id: problem for problem in of_records(kept)}
 

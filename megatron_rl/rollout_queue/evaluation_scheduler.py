@@ -24,9 +24,7 @@ from megatron_rl.protocol.metrics import (
 )
 from megatron_rl.protocol.queue_state import QueueState, UnfinishedEvaluation
 from megatron_rl.protocol.wire import DeadlineExceeded
-from megatron_rl.rollout_queue.drop_reasons import (
-    TooManyFailures,
-)
+from megatron_rl.rollout_queue.drop_reasons import TooManyFailures
 from megatron_rl.rollout_queue.evaluation import (
     EvaluationSet,
     evaluation_sets,

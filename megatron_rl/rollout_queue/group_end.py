@@ -20,7 +20,6 @@ import math
 from typing import NamedTuple
 
 from megatron_rl.config.tree import QueueConfig
-from megatron_rl.protocol.types import ScoredRollout
 from megatron_rl.rollout_queue.activity import Activity
 from megatron_rl.rollout_queue.circuit_breakers import CircuitBreaker, FailureCount
 from megatron_rl.rollout_queue.drop_reasons import (
@@ -115,16 +114,14 @@ class GroupEnd:
 
     def _leave_out_without_gold(self, group: Group) -> None:
         for scored in group.ordered:
-            gold = scored.rollout.gold
-            if gold is not None and scored.score.is_well_formed and not has_gold(scored):
-                self._leave_out(group, scored, gold.fault)
-
-    def _leave_out(self, group: Group, scored: ScoredRollout, reason: str) -> None:
-        self._recorder.write_left_out(group, scored, reason)
-        self._activity.add_left_out(reason)
-        self._book.count_left_out(reason)
-        group.lost[scored.rollout.index] = reason
-        del group.scored[scored.rollout.index]
+            index, gold = scored.rollout.index, scored.rollout.gold
+            if gold is None or not scored.score.is_well_formed or has_gold(scored):
+                continue
+            self._recorder.write_left_out(group, scored, gold.fault)
+            self._activity.add_left_out(gold.fault)
+            self._book.count_left_out(gold.fault)
+            group.lost[index] = gold.fault
+            del group.scored[index]
 
     def take_batch(self, step: int) -> tuple[list[Group], DroppedGroups] | None:
         """Groups of the batch of a step, and what was dropped; None if groups are missing."""

@@ -82,6 +82,7 @@ class RolloutTally:
         means |= {f"rollout/{name}": self._sums[name] for name in names}
         named = ("turns", "given_tokens", "wait_s") if self._conversations else ()
         own = {f"environment/{name}": self._sums[name] for name in named}
+        known, cached = self._sums["known"], self._sums["cached"]
         return [
             *(Metric(name, float(total), "mean", self.count) for name, total in means.items()),
             *(Metric(n, float(total), "mean", self._conversations) for n, total in own.items()),
@@ -89,7 +90,7 @@ class RolloutTally:
                 Metric(f"reason/{reason}", count, "sum", count)
                 for reason, count in self._reasons.items()
             ),
-            *self._cache_metrics(),
+            *([Metric("environment/cached_share", cached, "mean", known)] if known else []),
             *(
                 one._replace(name=f"task/{task}/{one.name}")
                 for task, tally in self._tasks.items()
@@ -98,10 +99,6 @@ class RolloutTally:
                 if one.name.startswith(_OF_TASKS)
             ),
         ]
-
-    def _cache_metrics(self) -> list[Metric]:
-        known, cached = self._sums["known"], self._sums["cached"]
-        return [Metric("environment/cached_share", cached, "mean", known)] if known else []
 
 
 NO_VERSION = -1

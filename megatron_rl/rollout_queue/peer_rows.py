@@ -1,4 +1,4 @@
-"""Metrics rows about generators and verifiers: which are alive, and what all generators do.
+"""Metrics rows about what all generators do; the names of those about peers (`presence.py`).
 
 Used by the rollout queue, which gets the figures with each heartbeat. docs/metrics.md explains the
 values (`generator/*`, `peers/*`). One row is about all generators, so the metrics file of a run
@@ -145,42 +145,3 @@ def conversations_text(row: Row) -> str:
         return text
     per_minute = 60 * int(row[TURNS]) * int(row[REPORTING]) / generator_s
     return f"{text}, turns a minute: {per_minute:,.0f}"
-
-
-class RollCall:
-    """Remembers which peers were alive. Pure."""
-
-    def __init__(self, replicas: int) -> None:
-        """replicas: number of generators of the run."""
-        self._replicas = replicas
-        self._generators: set[str] = set()
-        self._verifiers: set[str] = set()
-        """All verifiers that ever were alive."""
-        self._told: Row = {}
-
-    def forget(self, name: str) -> None:
-        """Note that a peer has left in good order, and is not missing."""
-        self._generators.discard(name)
-        self._verifiers.discard(name)
-
-    def forget_all(self) -> None:
-        """Note that another start of the run has its own peers."""
-        self._generators.clear()
-        self._verifiers.clear()
-
-    def take_row(self, generators: Iterable[str], verifiers: Iterable[str]) -> Row | None:
-        """A row about the live peers; None if nothing changed."""
-        now_generators, now_verifiers = set(generators), set(verifiers)
-        self._generators |= now_generators
-        self._verifiers |= now_verifiers
-        missing = (self._generators - now_generators) | (self._verifiers - now_verifiers)
-        row: Row = {
-            GENERATORS: len(now_generators),
-            GENERATORS_WANTED: max(self._replicas, len(self._generators)),
-            VERIFIERS: len(now_verifiers),
-            VERIFIERS_WANTED: len(self._verifiers),
-            MISSING: " ".join(sorted(missing)),
-        }
-        is_known = row == self._told or not (self._generators or self._verifiers)
-        self._told = row
-        return None if is_known else row

@@ -11,7 +11,14 @@ from megatron_rl.config.tree import Config
 from megatron_rl.protocol.endpoints import PROMPTS, VERIFY
 from megatron_rl.protocol.types import GeneratorReady, Stop, VerifierReady
 from megatron_rl.rollout_queue.leases import Leases
-from megatron_rl.rollout_queue.peer_rows import RollCall, Row
+from megatron_rl.rollout_queue.peer_rows import (
+    GENERATORS,
+    GENERATORS_WANTED,
+    MISSING,
+    VERIFIERS,
+    VERIFIERS_WANTED,
+    Row,
+)
 from megatron_rl.rollout_queue.scoring import Scoring
 
 _FENCE_WEIGHT_SYNCS = 1.5
@@ -25,7 +32,11 @@ class Presence:
 
     def __init__(self, leases: Leases, scoring: Scoring, config: Config, now: float) -> None:
         self._leases, self._scoring = leases, scoring
-        self._roll_call = RollCall(config.generator.replicas)
+        self._replicas = config.generator.replicas
+        self._known_generators: set[str] = set()
+        self._known_verifiers: set[str] = set()
+        """All peers that ever were alive, without those that left in good order."""
+        self._told: Row = {}
         self._least_grace_s, self._synced_at = config.queue.heartbeat_timeout_s, now
         self._stops: list[Farewell] = []
 
@@ -36,7 +47,20 @@ class Presence:
 
     def take_row(self) -> Row | None:
         """A row about the live peers; None if nothing changed."""
-        return self._roll_call.take_row(self._leases.generators, self._scoring.verifiers)
+        generators, verifiers = set(self._leases.generators), set(self._scoring.verifiers)
+        self._known_generators |= generators
+        self._known_verifiers |= verifiers
+        missing = (self._known_generators - generators) | (self._known_verifiers - verifiers)
+        row: Row = {
+            GENERATORS: len(generators),
+            GENERATORS_WANTED: max(self._replicas, len(self._known_generators)),
+            VERIFIERS: len(verifiers),
+            VERIFIERS_WANTED: len(self._known_verifiers),
+            MISSING: " ".join(sorted(missing)),
+        }
+        is_told = row == self._told or not (self._known_generators or self._known_verifiers)
+        self._told = row
+        return None if is_told else row
 
     def let_leave(self, peer: str, ready: GeneratorReady | VerifierReady, now: float) -> None:
         if isinstance(ready, GeneratorReady):
@@ -49,7 +73,8 @@ class Presence:
             has_left = self._scoring.hand_back(peer, ready.requests or [])
             endpoint = VERIFY.name
         if has_left:
-            self._roll_call.forget(peer)
+            self._known_generators.discard(peer)
+            self._known_verifiers.discard(peer)
             self._stops.append((endpoint, peer, Stop("it has left the run")))
 
     def forget_all(self) -> None:
@@ -58,7 +83,8 @@ class Presence:
             self._leases.hand_back(name, ())
         for name in self._scoring.verifiers:
             self._scoring.hand_back(name, ())
-        self._roll_call.forget_all()
+        self._known_generators.clear()
+        self._known_verifiers.clear()
 
     def pop_stops(self) -> list[Farewell]:
         """Stops for peers that hold nothing any more, since the last call."""

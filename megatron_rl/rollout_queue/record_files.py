@@ -41,10 +41,9 @@ from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.rollout_files import (
     FOLDER,
     LINES,
-    WORD_BYTES,
     WORDS,
     RolloutRecord,
-    WordBuffer,
+    append_words,
     write_thinned,
 )
 from megatron_rl.protocol.types import Rollout
@@ -238,9 +237,7 @@ def _cut_back(sizes: Mapping[Path, int]) -> None:
 def _append_words(path: Path, entries: Sequence[Entry]) -> Iterator[RolloutRecord]:
     """Append the arrays; yields the records with the places of their arrays."""
     with path.open("ab") as file:
-        words = WordBuffer(begins_at=file.tell() // WORD_BYTES)
-        places = [words.add(entry.rollout) for entry in entries]
-        words.write_to(file)
+        places = append_words(file, (entry.rollout for entry in entries))
     for entry, place in zip(entries, places, strict=True):
         # A conversation whose environment failed has no tokens.
         words = place if entry.record.tokens else None

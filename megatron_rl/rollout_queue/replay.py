@@ -31,14 +31,7 @@ from megatron_rl.protocol.rollout_files import (
     rollout_files,
     without_texts,
 )
-from megatron_rl.protocol.types import (
-    Prompt,
-    Rollout,
-    Sampling,
-    Score,
-    ScoredRollout,
-    VersionSpan,
-)
+from megatron_rl.protocol.types import Prompt, Rollout, Sampling, Score, ScoredRollout, VersionSpan
 from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
 from megatron_rl.rollout_queue.groups import NO_VERSION, Group, are_equal
 from megatron_rl.rollout_queue.replay_datasets import folder_of_datasets

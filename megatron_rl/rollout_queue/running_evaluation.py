@@ -37,16 +37,16 @@ class Evaluation:
         *,
         version: int,
         now: float,
-        done: Mapping[str, ProblemSamples] | None = None,
+        done: Mapping[str, ProblemSamples],
     ) -> None:
         """label: with the set's name. done: by prompt id, earlier results."""
         self.label = label
         self.version = version
         self.started_at = now
         self._set = what
-        self.complete: list[ProblemSamples] = list((done or {}).values())
+        self.complete: list[ProblemSamples] = list(done.values())
         """Problems whose rollouts are all scored."""
-        left = [prompt for prompt in what.prompts if prompt.id not in (done or {})]
+        left = [prompt for prompt in what.prompts if prompt.id not in done]
         self._unopened = left[::-1]
         self._left = len(left)
         self._open: dict[int, Group] = {}

@@ -37,7 +37,7 @@ from megatron_rl.protocol.rollout_files import FOLDER
 from megatron_rl.protocol.stop_request import is_stop_requested
 from megatron_rl.protocol.types import AnyMessage, RolloutDone
 from megatron_rl.protocol.wire import Router, WireError
-from megatron_rl.rollout_queue.batch_thread import LOOK_S, BatchStore, BatchThread
+from megatron_rl.rollout_queue.batch_thread import LOOK_S, BatchThread, store_batch
 from megatron_rl.rollout_queue.coordinator import Coordinator, Outgoing
 from megatron_rl.rollout_queue.faults import FaultyRollout
 from megatron_rl.rollout_queue.ledger import Ledger
@@ -276,11 +276,9 @@ def _open_router(ports: PortsConfig, endpoint: Endpoint) -> Router:
 def _open_maker(config: Config) -> BatchThread:
     if not config.keeps_batches:
         return BatchThread()
-    checkpoint = config.checkpoint
-    store = BatchStore(
-        config.run.dir, keep_last=checkpoint.keep_last, limit_s=checkpoint.write_timeout_s
-    )
-    return BatchThread(store=store.write)
+    keep_last, limit_s = config.checkpoint.keep_last, config.checkpoint.write_timeout_s
+    store = partial(store_batch, config.run.dir, keep_last=keep_last, limit_s=limit_s)
+    return BatchThread(store=store)
 
 
 def _open_writer(config: Config, metrics: JsonlWriter) -> RecordThread:

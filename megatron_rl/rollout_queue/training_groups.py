@@ -247,13 +247,12 @@ class GroupOpener:
             evaluators.version,
         )
 
-    def open(self, synced: int, next_step: int | None) -> Group | None:
+    def open(self, rules: LeaseRules, next_step: int | None) -> Group | None:
         """A new group, if one is needed and a generator has room for a completion.
 
         Evaluation groups come first. next_step: the first step that could train on a new group;
         None when training is over.
         """
-        rules = self.rules(synced, next_step)
         running = self._evaluations.running
         if (
             running is not None
@@ -264,10 +263,10 @@ class GroupOpener:
         elif (
             next_step is not None
             and not self._evaluations.excludes_training
-            and (stage := self._training.due_stage(next_step, synced)) is not None
+            and (stage := self._training.due_stage(next_step, rules.synced)) is not None
             and self._leases.can_take(rules, is_evaluation=False)
         ):
-            group = self._training.open(self.count, synced, stage)
+            group = self._training.open(self.count, rules.synced, stage)
             self._training.book.open(group)
         else:
             return None

@@ -249,16 +249,12 @@ class UnleasedGroups:
 
     @property
     def completions(self) -> int:
-        return sum(map(_count_unleased, self._queue)) + self.held_completions
+        return sum(len(one.unleased) for one in self._queue) + self.held_completions
 
     @property
     def held_completions(self) -> int:
         """Unleased completions of tasks whose environment fails."""
-        return sum(sum(map(_count_unleased, held)) for held in self._held.values())
-
-
-def _count_unleased(pending: PendingGroup) -> int:
-    return len(pending.unleased)
+        return sum(len(one.unleased) for held in self._held.values() for one in held)
 
 
 def _remove(line: list[PendingGroup], pending: PendingGroup) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.protocol.render import Renderer
-from tests.protocol.template_families import SPLIT
+from tests.protocol.template_families import byte_by_byte
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 ROOT = TEMPLATES.parents[2]
@@ -104,7 +104,7 @@ def _trained(*, has_bytes: bool = True) -> str:
     has_bytes: byte by byte, as most; else with "▁" for spaces, as Llama 2's and Mistral's older
     ones, and with a token for unknown characters.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     trainer = trainers.BpeTrainer(
         vocab_size=_WORDS,
@@ -113,14 +113,7 @@ def _trained(*, has_bytes: bool = True) -> str:
         show_progress=False,
     )
     if has_bytes:
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(SPLIT), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer = byte_by_byte(models.BPE())
     else:
         tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")

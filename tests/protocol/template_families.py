@@ -206,24 +206,29 @@ _MERGES = (("1", "2"), ("Ċ", "Ċ"), ("t", "h"), ("th", "e"), ("Ġ", "a"))
 """So that tokens cross the places where a template puts texts together."""
 
 
+def byte_by_byte(model: Any) -> Any:
+    """A tokenizer that divides a text as Llama 3 does, and knows every byte."""
+    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+
+    tokenizer = Tokenizer(model)
+    split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def write_family(folder: Path, name: str, **config: Any) -> dict[str, int]:
     """Write the tokenizer of a family, byte by byte with few merges; returns its tokens' ids.
 
     config: more values of config.json.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, models, pre_tokenizers
 
     family = FAMILIES[name]
     words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in _MERGES)]
     vocab = {word: index for index, word in enumerate(words)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=list(_MERGES)))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_by_byte(models.BPE(vocab=vocab, merges=list(_MERGES)))
     # Qwen3's tags are tokens that are not special, Mistral's are special.
     tokenizer.add_tokens(
         [AddedToken(one, special=one not in _THINK, normalized=False) for one in family.tokens]

@@ -2,15 +2,11 @@ import math
 import random
 import time
 
+import pytest
+
 from megatron_rl.protocol import packing
-from megatron_rl.protocol.packing import (
-    EXCHANGES,
-    LOOKAHEAD,
-    deal,
-    first_fit_decreasing,
-    pack,
-)
-from megatron_rl.protocol.sequence_cost import SequenceCost
+from megatron_rl.protocol.packing import EXCHANGES, LOOKAHEAD, deal, first_fit_decreasing, pack
+from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost
 from tools.bench.packing import magistral_like
 
 
@@ -87,18 +83,24 @@ def test_sequence_longer_than_the_budget_gets_its_own_microbatch() -> None:
     assert pack([30, 4, 4], 10) == [[0], [1, 2]]
 
 
-def test_dealing_loses_and_duplicates_nothing_and_keeps_budget_and_counts() -> None:
+@pytest.mark.parametrize("cost", [TOKENS, SequenceCost(per_token=1, per_pair=5)])
+def test_dealing_loses_and_duplicates_nothing_and_keeps_budget_and_counts(
+    cost: SequenceCost,
+) -> None:
     chance = random.Random(1)
     for _ in range(300):
         lengths = [chance.randint(1, 40) for _ in range(chance.randint(1, 50))]
         dp_size, budget = chance.randint(1, 5), chance.randint(20, 100)
-        ranks = deal(lengths, budget_tokens=budget, dp_size=dp_size)
+        ranks = deal(lengths, budget_tokens=budget, dp_size=dp_size, cost=cost)
         flat = [i for rank in ranks for microbatch in rank for i in microbatch]
         assert sorted(flat) == list(range(len(lengths)))
         assert len(ranks) == dp_size and len({len(rank) for rank in ranks}) == 1
         for microbatch in (m for rank in ranks for m in rank):
             assert sum(lengths[i] for i in microbatch) <= budget or len(microbatch) == 1
-        assert ranks == deal(lengths, budget_tokens=budget, dp_size=dp_size)
+        for rank in ranks:
+            costs = [sum(cost.of(lengths[i]) for i in microbatch) for microbatch in rank]
+            assert costs == sorted(costs, reverse=True)
+        assert ranks == deal(lengths, budget_tokens=budget, dp_size=dp_size, cost=cost)
 
 
 def test_one_microbatch_is_halved_for_two_ranks() -> None:

@@ -1,7 +1,6 @@
 """FLOPs of a sequence are those of `plan`, and ranks that get equally many of them end together."""
 
 import json
-import random
 import statistics
 from pathlib import Path
 
@@ -95,24 +94,6 @@ def test_the_slowest_rank_has_less_to_do(count: int, dp_size: int) -> None:
     # A quarter of the time lost, on average; what is left is where microbatches are few.
     assert statistics.fmean(by_flops) - 1 < (statistics.fmean(by_tokens) - 1) / 4
     assert max(by_flops) < 1.012
-
-
-def test_dealing_by_cost_loses_nothing_and_keeps_budget_and_counts() -> None:
-    chance = random.Random(4)
-    steep = SequenceCost(per_token=1, per_pair=5)
-    for _ in range(200):
-        lengths = [chance.randint(1, 40) for _ in range(chance.randint(1, 50))]
-        dp_size, budget = chance.randint(1, 5), chance.randint(20, 100)
-        ranks = deal(lengths, budget_tokens=budget, dp_size=dp_size, cost=steep)
-        flat = [i for rank in ranks for microbatch in rank for i in microbatch]
-        assert sorted(flat) == list(range(len(lengths)))
-        assert len(ranks) == dp_size and len({len(rank) for rank in ranks}) == 1
-        for microbatch in (m for rank in ranks for m in rank):
-            assert sum(lengths[i] for i in microbatch) <= budget or len(microbatch) == 1
-        for rank in ranks:
-            costs = [sum(steep.of(lengths[i]) for i in m) for m in rank]
-            assert costs == sorted(costs, reverse=True)
-        assert ranks == deal(lengths, budget_tokens=budget, dp_size=dp_size, cost=steep)
 
 
 def test_microbatches_change_places_where_dealing_in_turn_is_uneven() -> None:

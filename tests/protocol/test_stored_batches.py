@@ -21,7 +21,7 @@ from megatron_rl.protocol.stored_batches import (
     write_state,
 )
 from megatron_rl.protocol.types import RankBatch
-from megatron_rl.rollout_queue.batch_thread import BatchStore
+from megatron_rl.rollout_queue.batch_thread import store_batch
 from megatron_rl.rollout_queue.batches import deal_batch
 from tests.rollout_queue.test_batch_thread import as_bytes, order_of
 
@@ -66,10 +66,10 @@ def test_a_damaged_batch_is_named(tmp_path: Path) -> None:
 
 
 def test_batches_stay_as_long_as_a_kept_checkpoint_needs_them(tmp_path: Path) -> None:
-    store, folder = BatchStore(tmp_path, keep_last=2, limit_s=1.0), tmp_path / BATCHES
+    folder = tmp_path / BATCHES
 
     def kept_after(step: int) -> list[int]:
-        store.write(deal_batch(order_of(2, 2, step)))
+        store_batch(tmp_path, deal_batch(order_of(2, 2, step)), keep_last=2, limit_s=1.0)
         return stored_steps(folder)
 
     assert kept_after(0) == [0]

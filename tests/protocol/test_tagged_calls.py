@@ -9,15 +9,7 @@ from megatron_rl.protocol.call_forms import ToolCall
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.tool_calls import ToolCallParser
 from tests.protocol.real_templates import open_model
-from tests.protocol.test_tool_calls import (
-    TOOLS,
-    chat_template,
-    damage,
-    text,
-    tool,
-    value,
-    written,
-)
+from tests.protocol.test_tool_calls import TOOLS, chat_template, damage, text, tool, value, written
 
 TAGGED = ("qwen3.5", "glm4.5")
 """Templates that write each argument between tags."""

@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.algorithms.minibatch import find_advantage_functions
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import (
     ChatMessage,
     Prompt,
@@ -17,8 +19,17 @@ from megatron_rl.protocol.types import (
     VersionSpan,
 )  # fmt: skip
 from megatron_rl.rollout_queue.batches import deal_batch, order_batch
-from megatron_rl.rollout_queue.groups import Group, Origin
+from megatron_rl.rollout_queue.groups import DroppedGroups, Group, Origin
 from megatron_rl.rollout_queue.scoring import Scoring
+
+RIGHT = Score(1.0, {"format": 0.1, "correct": 0.9}, "correct")
+WRONG = Score(0.1, {"format": 0.1, "correct": 0.0}, "wrong_answer")
+FORMAT_FAILURE = Score(0.0, {"format": 0.0, "correct": 0.0}, "no_boxed")
+
+
+def mixed(prompt: str, index: int) -> Score:
+    """One right, two wrong, one without an answer."""
+    return [RIGHT, WRONG, WRONG, FORMAT_FAILURE][index]
 
 
 def make_prompt(
@@ -76,8 +87,13 @@ def make_group(
     return group
 
 
-def form_batch(step: int, groups: list[Group], **known: Any) -> list[RankBatch]:
-    return deal_batch(order_batch(step, groups, **known))
+def form_batch(step: int, groups: list[Group], stage: Config, **known: Any) -> list[RankBatch]:
+    """The shares of one rank, unless more are `known`."""
+    functions = find_advantage_functions(stage.algorithm)
+    given = {"dropped": DroppedGroups(), "dp_size": 1} | known
+    return deal_batch(
+        order_batch(step, groups, stage=stage, advantage_functions=functions, **given)
+    )
 
 
 def lose_request(scoring: Scoring, request_id: int, how: str) -> None:

@@ -68,6 +68,8 @@ class PlayedQueue:
         """That of the generator."""
         self.batches: list[RankBatch] = []
         self.leases: list[Lease] = []
+        self.open: list[tuple[Lease, int]] = []
+        """Completions that the generator has."""
         self.leased: list[tuple[str, int]] = []
         """(prompt, index) of each completion, in the order of their leases."""
         self.requests: list[ScoreRequest] = []
@@ -99,13 +101,12 @@ class PlayedQueue:
 
     def start(self, version: int = 0) -> None:
         """The first weight sync is out, and the trainer asks for its batch."""
-        self.coordinator.handle(PROMPTS, "g", GeneratorReady(8, version, 1), self.now)
-        self.coordinator.handle(VERIFY, "v", VerifierReady(ROOM, 1), self.now)
-        self.coordinator.handle(BATCHES, "t", WeightsSynced(version), self.now)
-        self.coordinator.handle(BATCHES, "t", NextBatch(version, 0, 1), self.now)
+        self.version = version
+        self.serve()
+        self.sync(version)
 
     def serve(self) -> None:
-        """Generator and verifier are there; no trainer is needed for an evaluation alone."""
+        """Generator and verifier tell their state; an evaluation alone needs no trainer."""
         self.coordinator.handle(PROMPTS, "g", GeneratorReady(8, self.version, 1), self.now)
         self.coordinator.handle(VERIFY, "v", VerifierReady(ROOM, 1), self.now)
 
@@ -120,13 +121,10 @@ class PlayedQueue:
         for _ in range(seconds):
             self.now += 1.0
             self._answer(limit=1 if is_slow else 8)
-            ready = GeneratorReady(8, self.version, 1)
-            self.coordinator.handle(PROMPTS, "g", ready, self.now)
-            self.coordinator.handle(VERIFY, "v", VerifierReady(ROOM, 1), self.now)
+            self.serve()
             self.coordinator.tick(self.now)
 
     def _answer(self, limit: int) -> None:
-        self.open: list[tuple[Lease, int]] = getattr(self, "open", [])
         self._send()
         for _ in range(min(limit, len(self.open))):
             lease, index = self.open.pop(0)

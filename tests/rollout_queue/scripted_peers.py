@@ -34,6 +34,9 @@ from megatron_rl.protocol.types import (
 )  # fmt: skip
 from megatron_rl.protocol.wire import Dealer
 
+RUN_S = 200.0
+"""Limit of a run."""
+
 
 def write_config(folder: Path, train_prompts: int, held_out: int, **sections: dict) -> Config:
     """A run folder with prompts and config.toml."""
@@ -129,11 +132,22 @@ class ScriptedPeers:
         self.death: tuple[float, float] | None = None
         self.poller = zmq.Poller()
 
-    def run(self, queue: subprocess.Popen, timeout_s: float) -> int:
+    def play(self, queue: subprocess.Popen, *, exit_code: int = 0) -> str:
+        """Serve until the queue exits with this code; what it wrote to stderr."""
+        try:
+            found = self.run(queue)
+        finally:
+            queue.kill()
+            self.close()
+        errors = queue.stderr.read()
+        assert found == exit_code, errors
+        return errors
+
+    def run(self, queue: subprocess.Popen) -> int:
         """Serve until the queue exits; its exit code."""
         for dealer in (self.generator, self.verifier, *self.trainers):
             self.poller.register(dealer.socket, zmq.POLLIN)
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + RUN_S
         if self.trains:
             self._sync(self.step)
         while queue.poll() is None and time.monotonic() < deadline:

@@ -88,9 +88,9 @@ class Gate:
 
 def test_a_thread_deals_the_batches_that_the_caller_would_deal() -> None:
     orders = [order_of(6, 5, step) for step in range(4)]
-    at_once, format_check = BatchMaker(), Gate()
-    format_check.open.set()
-    with BatchThread(format_check.fill) as thread:
+    at_once, gate = BatchMaker(), Gate()
+    gate.open.set()
+    with BatchThread(gate.fill) as thread:
         for order in orders:
             at_once.put(order)
             thread.put(order)
@@ -99,7 +99,7 @@ def test_a_thread_deals_the_batches_that_the_caller_would_deal() -> None:
             assert as_bytes(found) == as_bytes(expected)
             assert len(expected) == 4 and expected[0].step == order.step
             assert not at_once.is_busy and not thread.is_busy and not thread.look()
-    assert format_check.threads and threading.get_ident() not in format_check.threads
+    assert gate.threads and threading.get_ident() not in gate.threads
 
 
 def test_the_loop_stays_awake_while_a_large_batch_is_dealt() -> None:
@@ -143,13 +143,13 @@ def test_what_dealing_raises_is_raised_in_the_loop() -> None:
 
 def test_the_end_does_not_wait_for_ever_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_rl.rollout_queue.batch_thread.CLOSE_S", 0.1)
-    format_check = Gate()
-    thread = BatchThread(format_check.fill)
+    gate = Gate()
+    thread = BatchThread(gate.fill)
     thread.put(order_of(2, 2))
     began = time.monotonic()
     thread.close()
     assert 0.1 <= time.monotonic() - began < DEADLINE_S / 2
-    format_check.open.set()
+    gate.open.set()
     assert len(await_batch(thread)) == 4
 
 
@@ -157,12 +157,12 @@ def test_the_end_does_not_wait_for_ever_for_a_batch(monkeypatch: pytest.MonkeyPa
 def test_peers_are_served_and_nothing_is_formed_twice_while_a_batch_is_dealt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_up: str
 ) -> None:
-    format_check = Gate()
+    gate = Gate()
     Recorder(tmp_path / "old").write_step(0, [make_group(n, [1.0, 0.0]) for n in range(4)], 5.0)
-    fill = format_check.fill
+    fill = gate.fill
     if held_up == "reading":
         # The file system of the run that is replayed is slow.
-        monkeypatch.setattr(replay, "read_arrays", format_check.read)
+        monkeypatch.setattr(replay, "read_arrays", gate.read)
         fill = fill_minibatch
     with BatchThread(fill) as thread:
         queue = PlayedQueue(
@@ -186,7 +186,7 @@ def test_peers_are_served_and_nothing_is_formed_twice_while_a_batch_is_dealt(
         # A checkpoint of now would lose the groups of the batch.
         with pytest.raises(WireError, match="saves step 0, but 1 batches are built"):
             coordinator.handle(BATCHES, "t", SaveState(0), queue.now)
-        format_check.open.set()
+        gate.open.set()
         until = time.monotonic() + DEADLINE_S
         while coordinator.is_dealing:
             queue._send()
@@ -197,4 +197,4 @@ def test_peers_are_served_and_nothing_is_formed_twice_while_a_batch_is_dealt(
         queue._send()
         assert [batch.step for batch in queue.batches] == [0, 0]
         assert queue.batches[0].metrics["queue/replayed_groups"][0] == 2
-        assert format_check.threads and threading.get_ident() not in format_check.threads
+        assert gate.threads and threading.get_ident() not in gate.threads

@@ -15,11 +15,10 @@ from megatron_rl.protocol.types import NOT_GRADED, UNGRADABLE, Sampling, Score
 from megatron_rl.rollout_queue.circuit_breakers import CircuitBreaker
 from megatron_rl.rollout_queue.drop_reasons import ScoreFailure, TooManyFailures
 from megatron_rl.rollout_queue.groups import Group
-from tests.rollout_queue.makers import make_prompt, make_rollout
+from tests.rollout_queue.makers import RIGHT, make_prompt, make_rollout
 from tests.rollout_queue.played_queue import PlayedQueue
 
 WRONG = Score(0.0, {"format": 0.0, "correct": 0.0}, "wrong_answer")
-RIGHT = Score(1.0, {"format": 0.1, "correct": 0.9}, "correct")
 # Six answers for a group: with window 4, share 0.75 and 3 prompts at least.
 CONFIG = QueueConfig(breaker_window_groups=4, breaker_share=0.75, breaker_min_prompts=3)
 

@@ -17,7 +17,6 @@ from megatron_rl.protocol.types import (
     ClassRequest,
     RankBatch,
     Sampling,
-    Score,
     ScoreDone,
     ScoredRollout,
     ScoreFailed,
@@ -27,18 +26,19 @@ from megatron_rl.protocol.types import (
 from megatron_rl.protocol.wire import DeadlineExceeded, WireError
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.scoring import Scoring
-from tests.rollout_queue.makers import lose_request, make_prompt, make_rollout, make_score
+from tests.rollout_queue.makers import (
+    FORMAT_FAILURE,
+    RIGHT,
+    WRONG,
+    lose_request,
+    make_prompt,
+    make_rollout,
+    make_score,
+    mixed,
+)
 from tests.rollout_queue.played_queue import Classify, PlayedQueue, TokenScore
 
-RIGHT = Score(1.0, {"format": 0.1, "correct": 0.9}, "correct")
-WRONG = Score(0.1, {"format": 0.1, "correct": 0.0}, "wrong_answer")
-FORMAT_FAILURE = Score(0.0, {"format": 0.0, "correct": 0.0}, "no_boxed")
 MAJORITY = {"preset": "majority", "advantage_estimator": {"k": 3}}
-
-
-def mixed(prompt: str, index: int) -> Score:
-    """One right, two wrong, one without an answer."""
-    return [RIGHT, WRONG, WRONG, FORMAT_FAILURE][index]
 
 
 def advantages(batch: RankBatch) -> list[list[float]]:
@@ -65,7 +65,7 @@ def play(
 
 
 @pytest.mark.parametrize(
-    ("classes", "advantage_estimator"),
+    ("classes", "expected"),
     [
         # Of the 4 subsets of 3: with both wrong ones the vote is lost, without one of them it is a
         # tie; with one of them it is a tie, won without it, lost without the right one.
@@ -75,12 +75,12 @@ def play(
     ],
 )
 def test_advantages_are_of_the_classes_that_the_verifier_found(
-    tmp_path: Path, classes: list[int], advantage_estimator: list[float]
+    tmp_path: Path, classes: list[int], expected: list[float]
 ) -> None:
     queue = play(tmp_path, classify=lambda request: classes)
     queue.play(8)
     found = advantages(queue.batches[0])
-    np.testing.assert_allclose(found, [advantage_estimator] * 2, atol=1e-12)
+    np.testing.assert_allclose(found, [expected] * 2, atol=1e-12)
     asked = queue.class_requests[0]
     prompt = asked.texts[0].split("/")[0]
     # The right one is not compared with the others.
@@ -154,7 +154,7 @@ def by_class(group: GroupView, cfg: AdvantageEstimatorConfig) -> np.ndarray:
 by_class.needs_classes = True
 
 
-def test_a_advantage_estimator_of_ones_own_gets_classes_when_it_says_so(tmp_path: Path) -> None:
+def test_an_advantage_estimator_of_ones_own_gets_classes_when_it_says_so(tmp_path: Path) -> None:
     own = {"preset": "majority", "advantage_estimator": {"name": f"{__name__}:by_class"}}
     queue = play(tmp_path, classify=lambda request: [0, 1, -1], algorithm=own)
     queue.play(8)

@@ -8,14 +8,11 @@ from rich.console import Console
 from megatron_rl.cli.verify import VerifyOptions, verify_file
 from megatron_rl.config.files import dump_toml
 from megatron_rl.protocol.metrics import read_jsonl
-from megatron_rl.protocol.types import Rollout, SaveState, Score
+from megatron_rl.protocol.types import Rollout, SaveState
 from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
 from megatron_rl.rollout_queue.record import Recorder
-from tests.rollout_queue.makers import make_group
+from tests.rollout_queue.makers import RIGHT, WRONG, make_group
 from tests.rollout_queue.played_queue import PlayedQueue
-
-WRONG = Score(0.1, {"format": 0.1, "correct": 0.0}, "wrong_answer")
-RIGHT = Score(1.0, {"format": 0.1, "correct": 0.9}, "correct")
 
 
 def rollouts_in_memory() -> int:

@@ -91,7 +91,7 @@ def requests_of_an_evaluation(label: str, first_number: int) -> dict[str, ScoreR
     """What verifiers are asked about each prompt, in an evaluation whose groups begin there."""
     prompts = [make_prompt(name, task="code") for name in ("a", "b", "c")]
     what = EvaluationSet("", prompts, 1, Sampling(16, 0.0))
-    evaluation = Evaluation(label, what, version=0, now=0.0)
+    evaluation = Evaluation(label, what, version=0, now=0.0, done={})
     scoring = Scoring(QueueConfig(), RewardConfig())
     scoring.announce("v", VerifierReady({"code": 9}, session=1), 0.0)
     for prompt in prompts:

@@ -12,19 +12,12 @@ from megatron_rl.launcher.phases import eval_limit_s
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.rollout_files import read_records, read_rollouts
 from megatron_rl.protocol.types import NOT_GRADED, UNGRADABLE, ClassRequest, Score, WeightsSynced
+from tests.rollout_queue.makers import mixed
 from tests.rollout_queue.played_queue import PlayedQueue
 
-RIGHT = Score(1.0, {"format": 0.1, "correct": 0.9}, "correct")
-WRONG = Score(0.1, {"format": 0.1, "correct": 0.0}, "wrong_answer")
-FORMAT_FAILURE = Score(0.0, {"format": 0.0, "correct": 0.0}, "no_boxed")
 AIME = {"name": "aime", "prompts": {"path": "a.jsonl"}, "samples": 4, "temperature": 0.7,
         "top_p": 0.95, "max_new_tokens": 500}  # fmt: skip
 CODE = {"name": "code", "prompts": {"path": "b.jsonl"}}
-
-
-def mixed(prompt: str, index: int) -> Score:
-    """One right, two wrong, one without an answer."""
-    return [RIGHT, WRONG, WRONG, FORMAT_FAILURE][index]
 
 
 def same(request: ClassRequest) -> list[int]:

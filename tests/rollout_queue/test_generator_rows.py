@@ -11,11 +11,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.protocol.generator_messages import EngineActivity
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import GeneratorReady
-from megatron_rl.rollout_queue.peer_rows import (
-    GeneratorRows,
-    conversations_text,
-    generators_text,
-)
+from megatron_rl.rollout_queue.peer_rows import GeneratorRows, conversations_text, generators_text
 from tests.rollout_queue.virtual import open_coordinator
 
 REPLICAS = 300

@@ -5,19 +5,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from megatron_rl.algorithms.minibatch import find_advantage_functions
-from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.tree import Config, TrainConfig
 from megatron_rl.protocol.metrics import MetricSet
 from megatron_rl.protocol.rollout import ConversationTurn
 from megatron_rl.protocol.types import Score, ScoredRollout
 from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
-from megatron_rl.rollout_queue.groups import (
-    DroppedGroups,
-    Group,
-    GroupBook,
-    RolloutTally,
-)
+from megatron_rl.rollout_queue.groups import DroppedGroups, Group, GroupBook, RolloutTally
 from tests.rollout_queue.makers import form_batch, make_group, make_rollout
 
 
@@ -62,15 +55,10 @@ def test_batch_holds_every_sequence_once_and_groups_stay_in_one_minibatch(dp_siz
         )
         for n in range(5)
     ]
-    config = TrainConfig(minibatches=2, microbatch_tokens=40, prompts_per_batch=5, group_size=3)
-    ranks = form_batch(
-        0,
-        groups,
-        dropped=DroppedGroups(),
-        stage=Config(train=config),
-        advantage_functions=find_advantage_functions(AlgorithmConfig()),
-        dp_size=dp_size,
+    config = Config(
+        train=TrainConfig(minibatches=2, microbatch_tokens=40, prompts_per_batch=5, group_size=3)
     )
+    ranks = form_batch(0, groups, config, dp_size=dp_size)
     assert [share.dp_rank for share in ranks] == list(range(dp_size))
     minibatch_of: dict[int, set[int]] = {}
     sequences = 0
@@ -96,15 +84,8 @@ def test_groups_that_lost_completions_make_a_batch_like_others(dp_size: int) -> 
         assert group.is_complete
     dropped = DroppedGroups()
     dropped.completions["ungradable"] = 3
-    config = TrainConfig(prompts_per_batch=3, group_size=4, microbatch_tokens=10)
-    ranks = form_batch(
-        0,
-        groups,
-        dropped=dropped,
-        stage=Config(train=config),
-        advantage_functions=find_advantage_functions(AlgorithmConfig()),
-        dp_size=dp_size,
-    )
+    config = Config(train=TrainConfig(prompts_per_batch=3, group_size=4, microbatch_tokens=10))
+    ranks = form_batch(0, groups, config, dropped=dropped, dp_size=dp_size)
     counts = {len(share.minibatches[0].microbatches) for share in ranks}
     assert len(counts) == 1
     sequences = [s for share in ranks for m in share.minibatches[0].microbatches for s in m]
@@ -126,15 +107,8 @@ def test_groups_that_lost_completions_make_a_batch_like_others(dp_size: int) -> 
 
 def test_sequence_carries_prompt_completion_logprobs_and_versions() -> None:
     group = make_group(0, [1.0, 0.1], tokens=[4, 2], versions=(3, 4), prompt_tokens=2)
-    config = TrainConfig(prompts_per_batch=1, group_size=2, microbatch_tokens=100)
-    [share] = form_batch(
-        5,
-        [group],
-        dropped=DroppedGroups(),
-        stage=Config(train=config),
-        advantage_functions=find_advantage_functions(AlgorithmConfig()),
-        dp_size=1,
-    )
+    config = Config(train=TrainConfig(prompts_per_batch=1, group_size=2, microbatch_tokens=100))
+    [share] = form_batch(5, [group], config)
     longest = share.minibatches[0].microbatches[0][0]
     assert longest.token_ids.tolist() == [0, 1, 100, 101, 102, 103]
     assert longest.token_versions.tolist() == [3, 4, 4, 4]
@@ -151,15 +125,8 @@ def test_batch_metrics_match_hand_worked_numbers() -> None:
     dropped.add(make_group(2, [0.0, 0.0], tokens=[5, 5]), ZERO_VARIANCE)
     unfinished = make_group(3, [])
     dropped.add(unfinished, "prompt_unrenderable")
-    config = TrainConfig(prompts_per_batch=2, group_size=2)
-    first, second = form_batch(
-        5,
-        groups,
-        dropped=dropped,
-        stage=Config(train=config),
-        advantage_functions=find_advantage_functions(AlgorithmConfig()),
-        dp_size=2,
-    )
+    config = Config(train=TrainConfig(prompts_per_batch=2, group_size=2))
+    first, second = form_batch(5, groups, config, dropped=dropped, dp_size=2)
     assert second.metrics == {}
     assert reduced(first.metrics) == pytest.approx(
         {

@@ -5,12 +5,7 @@ import pytest
 
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.generator_messages import PROMPT_UNRENDERABLE
-from megatron_rl.protocol.types import (
-    Cancel,
-    GeneratorReady,
-    RolloutFailed,
-    Sampling,
-)
+from megatron_rl.protocol.types import Cancel, GeneratorReady, RolloutFailed, Sampling
 from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.admission import LeaseRules
 from megatron_rl.rollout_queue.drop_reasons import ATTEMPTS_EXHAUSTED

@@ -129,11 +129,7 @@ def test_a_run_whose_generator_dies_trains_on_each_completion_once(
             peers.kill_generator(dead_s=dead_s, joins_s=0.7)
 
     peers = ScriptedPeers(config, dp_size=2, hold=9, on_step=kill_at)
-    try:
-        assert peers.run(queue, timeout_s=200) == 0, queue.stderr.read()
-    finally:
-        queue.kill()
-        peers.close()
+    peers.play(queue)
     assert peers.session == 3 and len(peers.lost) >= 8
     check_batches(peers, max_staleness=1)
     trained: collections.Counter = collections.Counter()

@@ -19,12 +19,7 @@ from megatron_rl.protocol.types import (
     VersionSpan,
 )
 from megatron_rl.protocol.wire import Dealer, TurnedAway
-from tests.rollout_queue.scripted_peers import (
-    ScriptedPeers,
-    await_sum,
-    start_queue,
-    write_config,
-)
+from tests.rollout_queue.scripted_peers import ScriptedPeers, await_sum, start_queue, write_config
 
 PROMPTS, LEASES = 5, 20
 
@@ -73,7 +68,7 @@ def test_workers_of_the_evaluation_before_do_not_touch_the_next_one(tmp_path: Pa
         await_sum(tmp_path, "queue/messages_turned_away", 2 * (1 + LEASES))
         peers = ScriptedPeers(config, trains=False)
         stack.callback(peers.close)
-        assert peers.run(queue, timeout_s=200) == 0, queue.stderr.read()
+        assert peers.run(queue) == 0, queue.stderr.read()
     # Its own answer every prompt rightly, and all of them were asked.
     assert peers.stopped == {"generator", "verifier"}
     assert sorted(i for _, lease in peers.leases for i in lease.indices) == [0] * PROMPTS

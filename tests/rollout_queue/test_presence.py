@@ -45,6 +45,38 @@ def peers_rows(folder: Path) -> list[dict]:
     return [row for row in read_jsonl(folder / "metrics.jsonl") if "peers/missing" in row]
 
 
+def verifier(queue: Coordinator, name: str) -> None:
+    queue.handle(VERIFY, name, VerifierReady(VERIFIER_ROOM, 1), 0.0)
+
+
+def test_a_peer_that_was_there_and_is_not_is_missing_until_it_is_back(tmp_path: Path) -> None:
+    with open_coordinator(tmp_path, generator={"replicas": 2}) as queue:
+        queue.tick(0.0)
+        assert peers_rows(tmp_path) == []
+        generator(queue, "generator-0", 0.0)
+        queue.tick(0.0)
+        generator(queue, "generator-1", 0.0)
+        verifier(queue, "verifier")
+        for _ in range(2):
+            queue.tick(0.0)
+        queue.lose(PROMPTS, "generator-1")
+        queue.lose(VERIFY, "verifier")
+        queue.tick(0.0)
+        verifier(queue, "verifier")
+        verifier(queue, "verifier-1")
+        queue.tick(0.0)
+        generator(queue, "generator-1", 0.0)
+        queue.tick(0.0)
+    names = ("generators", "generators_wanted", "verifiers", "verifiers_wanted", "missing")
+    assert [[row[f"peers/{name}"] for name in names] for row in peers_rows(tmp_path)] == [
+        [1, 2, 0, 0, ""],
+        [2, 2, 1, 1, ""],
+        [1, 2, 0, 1, "generator-1 verifier"],
+        [1, 2, 2, 2, "generator-1"],
+        [2, 2, 2, 2, ""],
+    ]
+
+
 def test_a_leaving_generator_finishes_what_it_names_and_gives_back_the_rest(tmp_path: Path) -> None:
     with open_coordinator(tmp_path, **STRICT) as queue:
         generator(queue, "generator-2", 0.0)
@@ -80,7 +112,7 @@ def test_peers_of_an_earlier_launcher_are_not_missing_in_the_next(tmp_path: Path
     with open_coordinator(tmp_path, **STRICT) as queue:
         generator(queue, "generator-0", 0.0)
         generator(queue, "generator-1", 0.0)
-        queue.handle(VERIFY, "verifier-1", VerifierReady(VERIFIER_ROOM, 1), 0.0)
+        verifier(queue, "verifier-1")
         queue.tick(0.0)
         queue.relaunch(1.0)
         queue.tick(1.0)
@@ -94,7 +126,7 @@ def test_peers_of_an_earlier_launcher_are_not_missing_in_the_next(tmp_path: Path
 def test_a_leaving_verifier_answers_what_it_names_and_others_get_the_rest(tmp_path: Path) -> None:
     with open_coordinator(tmp_path, **STRICT) as queue:
         generator(queue, "generator-0", 0.0)
-        queue.handle(VERIFY, "verifier-3", VerifierReady(VERIFIER_ROOM, 1), 0.0)
+        verifier(queue, "verifier-3")
         begin(queue)
         for _, lease in sent(queue, 0.0, Lease):
             for index in lease.indices:

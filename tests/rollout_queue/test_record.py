@@ -30,11 +30,9 @@ from megatron_rl.protocol.types import (
 )  # fmt: skip
 from megatron_rl.rollout_queue.drop_reasons import ATTEMPTS_EXHAUSTED, NOT_NEEDED, ZERO_VARIANCE
 from megatron_rl.rollout_queue.record import Recorder
-from tests.rollout_queue.makers import make_group, make_rollout
+from tests.rollout_queue.makers import RIGHT, WRONG, make_group, make_rollout
 from tests.rollout_queue.played_queue import PlayedQueue
 
-WRONG = Score(0.1, {"format": 0.1, "correct": 0.0}, "wrong_answer")
-RIGHT = Score(1.0, {"format": 0.1, "correct": 0.9}, "correct")
 ONES = TrainedTokens(*np.ones((3, 8), np.float32))
 
 

@@ -22,15 +22,15 @@ from tests.rollout_queue.played_queue import PlayedQueue
 
 
 class GatedFiles(RecordFiles):
-    """A disk that is slow until the format check opens."""
+    """A disk that is slow until the gate opens."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, keeps_tokens=True)
-        self.format_check = threading.Event()
+        self.gate = threading.Event()
         self.threads: set[int] = set()
 
     def write(self, job: Job) -> None:
-        self.format_check.wait(20)
+        self.gate.wait(20)
         self.threads.add(threading.get_ident())
         super().write(job)
 
@@ -57,7 +57,7 @@ def test_what_the_thread_writes_is_what_is_written_at_once(tmp_path: Path) -> No
         fill(Recorder(tmp_path / "beside", writer=thread))
         # Nothing is there yet, and the loop went on.
         assert list(files.folder.iterdir()) == []
-        files.format_check.set()
+        files.gate.set()
     assert files.threads and threading.get_ident() not in files.threads
     written = {path.name: path.read_bytes() for path in (tmp_path / "at_once/rollouts").iterdir()}
     assert len(written) == 14
@@ -76,7 +76,7 @@ def test_a_group_that_changes_after_its_record_was_made_is_recorded_as_it_was(
         recorder.write_dropped(group, ZERO_VARIANCE)
         group.scored.clear()
         group.origins.clear()
-        files.format_check.set()
+        files.gate.set()
     assert [rollout.reward for rollout in read_rollouts(tmp_path)] == [0.1, 1.0]
 
 
@@ -84,7 +84,7 @@ def test_writing_never_waits_and_says_when_the_line_is_full(tmp_path: Path) -> N
     files = GatedFiles(rollouts_dir(tmp_path))
     with RecordThread(files, jobs=3, limit_s=60) as thread:
         recorder = Recorder(tmp_path, writer=thread)
-        # One is at the format check, three may wait; the first write is two jobs.
+        # One is at the gate, three may wait; the first write is two jobs.
         fullness = []
         started = time.monotonic()
         for number in range(5):
@@ -93,7 +93,7 @@ def test_writing_never_waits_and_says_when_the_line_is_full(tmp_path: Path) -> N
         assert fullness == [False, False, True, True, True]
         assert time.monotonic() - started < 20
         assert (recorder.writer.put, recorder.writer.written) == (6, 0)
-        files.format_check.set()
+        files.gate.set()
         ends_at = time.monotonic() + 60
         while recorder.writer.written < recorder.writer.put:
             assert time.monotonic() < ends_at
@@ -111,7 +111,7 @@ def test_a_disk_that_takes_nothing_for_too_long_is_refused(tmp_path: Path) -> No
     time.sleep(0.4)
     with pytest.raises(DeadlineExceeded, match="groups wait .* the disk took none for 0 s"):
         recorder.writer.check()
-    files.format_check.set()
+    files.gate.set()
     thread.close()
     assert [rollout.group for rollout in read_rollouts(tmp_path)] == [1]
 
@@ -221,7 +221,7 @@ def test_a_checkpoints_state_is_given_once_the_records_before_it_are_on_the_disk
         assert [m for _, _, m in queue.coordinator.outgoing(queue.now) if is_state(m)] == []
         # The loop did not wait for the disk.
         assert time.monotonic() - started < 20
-        files.format_check.set()
+        files.gate.set()
         recorder = queue.coordinator._recorder
         while recorder.writer.written < recorder.writer.put:
             assert time.monotonic() - started < 60

@@ -13,7 +13,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import RankBatch, TrainSequence
 from megatron_rl.rollout_queue.batches import minibatch_sequences
 from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
-from megatron_rl.rollout_queue.groups import DroppedGroups, Group
+from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.replay import (
     BufferReplay,
@@ -245,10 +245,7 @@ def test_a_replayed_group_keeps_its_logprobs_in_a_batch_of_another_temperature()
         {"sampling": {"temperature": 0.5}, "train": {"prompts_per_batch": 2}}
     )
     old, new = make_group(0, MIXED, versions=(0,)), make_group(1, MIXED, versions=(3,))
-    [share] = form_batch(
-        3, [new], replayed=Drawn((old,)), dropped=DroppedGroups(), stage=stage,
-        advantage_functions=find_advantage_functions(stage.algorithm), dp_size=1,
-    )  # fmt: skip
+    [share] = form_batch(3, [new], stage, replayed=Drawn((old,)))
     (minibatch,) = share.minibatches
     # One policy is trained; whoever sampled, the recorded probability is what ratios divide by.
     assert minibatch.temperature == 0.5

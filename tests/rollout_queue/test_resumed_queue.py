@@ -1,6 +1,7 @@
 """The queue as a process that is killed after a checkpoint, and started again from it."""
 
 import collections
+import signal
 from pathlib import Path
 
 import msgspec
@@ -52,11 +53,7 @@ def run_until_killed(config: Config) -> QueueState:
     queue = start_queue(config)
     peers = SavingPeers(config, save_at=SAVED_AT)
     peers.on_step = lambda step: queue.kill() if step == KILLED_AT else None
-    try:
-        assert peers.run(queue, timeout_s=200) < 0
-    finally:
-        queue.kill()
-        peers.close()
+    peers.play(queue, exit_code=-signal.SIGKILL)
     assert peers.saved is not None
     return peers.saved
 
@@ -78,11 +75,7 @@ def test_no_prompt_vanishes_and_none_is_trained_twice(tmp_path: Path) -> None:
     save(config, state)
     queue = start_queue(config)
     peers = SavingPeers(config, first_step=SAVED_AT)
-    try:
-        assert peers.run(queue, timeout_s=200) == 0, queue.stderr.read()
-    finally:
-        queue.kill()
-        peers.close()
+    peers.play(queue)
     assert [batch[0].step for batch in peers.batches] == list(range(SAVED_AT, STEPS))
     groups = [trained_groups(tmp_path, step) for step in range(STEPS)]
     assert groups[:SAVED_AT] == before
@@ -115,12 +108,7 @@ def test_a_queue_killed_in_stage_2_resumes_in_stage_2(tmp_path: Path) -> None:
     save(config, state)
     queue = start_queue(config)
     peers = SavingPeers(config, first_step=SAVED_AT)
-    try:
-        assert peers.run(queue, timeout_s=200) == 0, queue.stderr.read()
-    finally:
-        queue.kill()
-        peers.close()
-    assert "resumed in stage 2" in queue.stderr.read()
+    assert "resumed in stage 2" in peers.play(queue)
     training = [lease for _, lease in peers.leases if lease.prompt.split == "train"]
     assert {lease.sampling.max_new_tokens for lease in training} == {1200}
     sizes = [(4, 4), (3, 4), *[(3, 6)] * (STEPS - 2)]
@@ -141,11 +129,6 @@ def test_queue_and_trainer_must_begin_at_the_same_step(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     queue = start_queue(config)
     peers = SavingPeers(config, first_step=SAVED_AT)
-    try:
-        assert peers.run(queue, timeout_s=200) == 1
-    finally:
-        queue.kill()
-        peers.close()
-    message = queue.stderr.read()
+    message = peers.play(queue, exit_code=1)
     assert "the trainer begins with version 3, the queue with 0" in message
     assert "checkpoint.resume" in message

@@ -15,12 +15,7 @@ from megatron_rl.data.dropped_prompts import DroppedPrompt, write_dropped
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import GeneratorReady, NextBatch, VerifierReady, WeightsSynced
 from megatron_rl.protocol.wire import encode_frames, labelled
-from tests.rollout_queue.scripted_peers import (
-    ScriptedPeers,
-    await_sum,
-    start_queue,
-    write_config,
-)
+from tests.rollout_queue.scripted_peers import ScriptedPeers, await_sum, start_queue, write_config
 
 TRAIN = {
     "steps": 6, "prompts_per_batch": 4, "group_size": 4, "minibatches": 2, "microbatch_tokens": 64,
@@ -45,11 +40,7 @@ def test_a_whole_run_trains_evaluates_records_and_stops(tmp_path: Path, max_stal
     write_dropped(tmp_path, [DroppedPrompt(name, "", "too long") for name in dropped])
     queue = start_queue(config)
     peers = ScriptedPeers(config, dp_size=2, hold=9)
-    try:
-        assert peers.run(queue, timeout_s=200) == 0, queue.stderr.read()
-    finally:
-        queue.kill()
-        peers.close()
+    peers.play(queue)
     assert peers.stopped == {"generator", "verifier", "trainer-0", "trainer-1"}
     assert len(peers.batches) == 6
     leased = {lease.prompt.id for _, lease in peers.leases}
@@ -120,11 +111,7 @@ def test_batches_come_while_a_version_is_synced_but_for_those_after_an_evaluatio
     )  # fmt: skip
     queue = start_queue(config)
     peers = ScriptedPeers(config, dp_size=2, sync_s=0.5)
-    try:
-        assert peers.run(queue, timeout_s=200) == 0, queue.stderr.read()
-    finally:
-        queue.kill()
-        peers.close()
+    peers.play(queue)
     assert peers.early_steps == [1, 2, 4, 5]
     check_batches(peers, 2)
 
@@ -133,11 +120,7 @@ def test_evaluate_only_evaluates_once_and_stops(tmp_path: Path) -> None:
     config = write_config(tmp_path, 0, 5, eval={"prompts": 5, "temperature": 0.0}, train=TRAIN)
     queue = start_queue(config, "--evaluate-only", "sft_baseline", "eval.samples=3")
     peers = ScriptedPeers(config, trains=False)
-    try:
-        assert peers.run(queue, timeout_s=200) == 0, queue.stderr.read()
-    finally:
-        queue.kill()
-        peers.close()
+    peers.play(queue)
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert sum(row.get("activity/rollouts_for_evaluation", 0) for row in rows) == 15
     [row] = [row for row in rows if "eval/accuracy" in row]
@@ -186,12 +169,7 @@ def test_records_that_cannot_be_written_end_the_queue_with_exit_code_1_and_the_c
     (tmp_path / "rollouts" / "step_000001.jsonl" / "x").mkdir(parents=True)
     queue = start_queue(config)
     peers = ScriptedPeers(config)
-    try:
-        assert peers.run(queue, timeout_s=200) == 1
-    finally:
-        queue.kill()
-        peers.close()
-    message = queue.stderr.read()
+    message = peers.play(queue, exit_code=1)
     assert "step_000001.jsonl could not be written: Is a directory" in message
     assert "Traceback" not in message
     assert len(read_jsonl(tmp_path / "rollouts" / "step_000000.jsonl")) == 16
@@ -219,11 +197,7 @@ def test_queue_spends_little_cpu_on_a_batch_of_256_rollouts(tmp_path: Path) -> N
     queue = start_queue(config)
     used: dict[int, float] = {}
     peers = ScriptedPeers(config, on_step=lambda step: used.update({step: cpu_seconds(queue.pid)}))
-    try:
-        assert peers.run(queue, timeout_s=200) == 0
-    finally:
-        queue.kill()
-        peers.close()
+    peers.play(queue)
     per_batch = (used[22] - used[2]) / 20
     print(json.dumps({"queue_cpu_s_per_256_rollouts": round(per_batch, 4)}))
     # 0.03 s on one of two cores that others shared.
@@ -256,7 +230,7 @@ def test_what_cannot_be_read_costs_its_peer_and_ends_nothing(tmp_path: Path) -> 
                 stranger.send_multipart(encode_frames(NextBatch(0, 0, 1)))
                 stranger.send_multipart(encode_frames(VerifierReady({"x": 1}, 1)))
         await_sum(tmp_path, "queue/messages_refused", 3 * 2 + 2 * 2)
-        assert peers.run(queue, timeout_s=200) == 0, queue.stderr.read()
+        assert peers.run(queue) == 0, queue.stderr.read()
     finally:
         context.destroy(linger=0)
         queue.kill()

@@ -13,12 +13,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.observe.viewer.index import Place
 from megatron_rl.observe.viewer.tokens import read_record, view_tokens
 from megatron_rl.protocol.metrics import JsonlWriter, read_jsonl
-from megatron_rl.protocol.rollout_files import (
-    TokensThinned,
-    read_file,
-    read_records,
-    rollout_files,
-)
+from megatron_rl.protocol.rollout_files import TokensThinned, read_file, read_records, rollout_files
 from megatron_rl.protocol.trained_tokens import (
     TrainedTokens,
     trained_files,

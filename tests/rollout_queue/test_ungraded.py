@@ -17,10 +17,10 @@ from megatron_rl.protocol.types import (
     WeightsSynced,
 )
 from megatron_rl.protocol.wire import DeadlineExceeded
+from tests.rollout_queue.makers import RIGHT
 from tests.rollout_queue.played_queue import FAILURE, PlayedQueue
 
 WRONG = Score(0.0, {"format": 0.0, "correct": 0.0}, "wrong_answer")
-RIGHT = Score(1.0, {"format": 0.1, "correct": 0.9}, "correct")
 
 
 def differing(index: int) -> Score:

@@ -19,8 +19,8 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.evaluation.breakdown import set_report
 from megatron_rl.evaluation.samples import ProblemSamples, of_records
-from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.protocol.rollout_files import FOLDER, LINES, read_records
+from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.rollout_queue.evaluation import EvaluationSet
 
 RESULTS = "eval.json"

@@ -3,7 +3,6 @@
 Used by `megatron-rl eval`. Repeating the command generates the missing completions.
 """
 
-import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,17 +14,13 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.layers import changed_keys, first_of
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher import preflight
-from megatron_rl.evaluation.runs.results import (
-    RESULTS,
-    Report,
-    make_report,
-    write_report,
-)
+from megatron_rl.data.prompts import prompts_of_run
+from megatron_rl.evaluation.runs.results import RESULTS, Report, make_report, write_report
 from megatron_rl.evaluation.runs.tables import print_report
+from megatron_rl.launcher import preflight
+from megatron_rl.launcher.dry_run_text import NOTHING, evaluation_lines
 from megatron_rl.launcher.node import first_node
 from megatron_rl.launcher.phases import evaluate_folder
-from megatron_rl.launcher.dry_run_text import NOTHING, evaluation_lines
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run import prepare_run_folder
 from megatron_rl.launcher.run_folder import CONFIG, locked
@@ -37,9 +32,6 @@ from megatron_rl.rollout_queue.evaluation import (
     read_evaluated,
     recorded_problems,
 )
-from megatron_rl.data.prompts import prompts_of_run
-
-log = logging.getLogger(__name__)
 
 _SECTIONS = ("model", "prompts", "render", "sampling", "reward", "eval")
 """With run.seed, what the results of an evaluation depend on; but for eval.timeout_s."""
@@ -60,8 +52,8 @@ def evaluate(
     """
     if not config.eval.is_wanted:
         raise InputError(
-            "eval.prompts is 0 and there are no [[eval.sets]]: give the number of held-out prompts to "
-            "evaluate on, or name sets"
+            "eval.prompts is 0 and there are no [[eval.sets]]: give the number of held-out prompts "
+            "to evaluate on, or name sets"
         )
     if not re.fullmatch(r"[A-Za-z0-9_-]+", label):
         raise InputError(f"--label {label!r}: it names files; use letters, digits, - and _")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_rl.config.errors import InputError
 from megatron_rl.cli.main import main
+from megatron_rl.config.errors import InputError
 from megatron_rl.evaluation.runs.comparing import compare, compare_folders
 from megatron_rl.evaluation.runs.tables import print_comparison
 from tests.evaluation.makers import make_problem

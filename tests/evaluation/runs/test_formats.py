@@ -9,8 +9,8 @@ from megatron_rl.config.evaluation import EvalSet
 from megatron_rl.config.files import load_config
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.config.reward import RewardConfig
-from megatron_rl.protocol.types import Prompt
 from megatron_rl.data.prompts import read_prompts
+from megatron_rl.protocol.types import Prompt
 from tests.verification.code import human_eval_tasks
 from tests.verification.requests import boxed
 from verification import settings

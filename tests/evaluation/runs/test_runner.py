@@ -33,8 +33,10 @@ def started(folder: Path, label: str = "model", **sections: dict) -> Config:
         ({"eval": {"samples": 3}}, "eval.samples"),
         ({"model": {"path": "elsewhere"}}, "model.path"),
         ({"run": {"dir": "X", "seed": 5}}, "run.seed"),
-        ({"sampling": {"max_new_tokens": 5}, "reward": {"language": 0.1}},
-             "reward.language, sampling.max_new_tokens"),
+        (
+            {"sampling": {"max_new_tokens": 5}, "reward": {"language": 0.1}},
+            "reward.language, sampling.max_new_tokens",
+        ),
     ],
 )
 def test_results_of_other_settings_never_mix(tmp_path: Path, changed: dict, named: str) -> None:
