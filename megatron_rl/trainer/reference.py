@@ -47,15 +47,12 @@ class Reference(Protocol):
     """Of the last call."""
 
     def compute_log_probs(
-        self,
-        passes: Passes,
-        minibatches: Sequence[MinibatchShare],
-        before_swap: Callable[[], None] = lambda: None,
+        self, passes: Passes, minibatches: Sequence[MinibatchShare]
     ) -> list[list[Prepared]]:
         """What the objective reads of the reference, per minibatch and microbatch.
 
-        Empty lists on stages that compute no loss. passes: the policy's. before_swap: called before
-        other weights take the place of the policy's, if they do. Collective over all trainer ranks.
+        Empty lists on stages that compute no loss. passes: the policy's. Collective over all
+        trainer ranks.
         """
 
 
@@ -126,13 +123,9 @@ class SwappedReference:
         self._backend.wait()
 
     def compute_log_probs(
-        self,
-        passes: Passes,
-        minibatches: Sequence[MinibatchShare],
-        before_swap: Callable[[], None] = lambda: None,
+        self, passes: Passes, minibatches: Sequence[MinibatchShare]
     ) -> list[list[Prepared]]:
         """As in `Reference`: by the policy's passes, under these weights."""
-        before_swap()
         with self.in_place():
             return _by_passes(passes, minibatches)
 
@@ -211,10 +204,7 @@ class Teacher:
         self._passes = Passes(own, objective, train, vocab=min(shape.vocab, policy.shape.vocab))
 
     def compute_log_probs(
-        self,
-        passes: Passes,
-        minibatches: Sequence[MinibatchShare],
-        before_swap: Callable[[], None] = lambda: None,
+        self, passes: Passes, minibatches: Sequence[MinibatchShare]
     ) -> list[list[Prepared]]:
         """As in `Reference`: by the teacher's own passes."""
         device = self._passes.policy.device
@@ -240,10 +230,7 @@ class ScoredReference:
         return self._scorer.metrics
 
     def compute_log_probs(
-        self,
-        passes: Passes,
-        minibatches: Sequence[MinibatchShare],
-        before_swap: Callable[[], None] = lambda: None,
+        self, passes: Passes, minibatches: Sequence[MinibatchShare]
     ) -> list[list[Prepared]]:
         """As in `Reference`, by the scorer. Raises as `ScoringClient.take`."""
         shares = [passes.padded_microbatches(minibatch) for minibatch in minibatches]
