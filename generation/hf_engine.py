@@ -30,8 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from generation.engine import Completion, EngineError, EngineSetup, EngineTimeout
-from generation.hf_manager import open_manager, seeded_generator
-from generation.hf_requests import Decode, Request, first_token_at, one_by_one
+from generation.hf_manager import Decode, Request, first_token_at, one_by_one, open_manager
 from generation.weight_versions import spans_from_cuts
 from megatron_rl.protocol.types import Receive, Sampling
 from megatron_rl.weights.exchange.engine_rank import EngineRank
@@ -129,7 +128,8 @@ class HFEngine:
             await self._wait_until_serving(deadline)
             request = Request(index, results, sampling.stop)
             if index in seeds:
-                request.generator = seeded_generator(seeds[index])
+                stream = torch.Generator(torch.get_default_device())
+                request.generator = stream.manual_seed(seeds[index])
             mine.add(self._submit(prompt_ids, sampling, request))
 
         try:

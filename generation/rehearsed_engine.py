@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from generation.engine import engine_setup
-from generation.sglang_command import server_command, server_environment
+from generation.sglang_command import server_arguments, server_environment
 from generation.sglang_orders import LOADER
 from generation.sglang_trace import ENVIRONMENT, Question, RankTrace
 from megatron_rl.config.errors import InputError
@@ -29,8 +29,6 @@ from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Slice
 from megatron_rl.weights.layout.trainer_layout import file_shapes, hf_shapes, untrained
 
-_WORDS_BEFORE = 3
-"""Words of a server's command before its arguments: interpreter, -m, module."""
 _LIMIT_S = 180.0
 _LIMIT_PER_RANK_S = 30.0
 """Seconds of the child for SGLang's import, and for one rank. 235B take 6 s a rank."""
@@ -90,12 +88,13 @@ def _question(config: Config, shape: ModelShape) -> Question:
     # Neither has a part in the shape of a parameter, and both want a GPU.
     setup = replace(setup, is_deterministic=False, releases_memory=False)
     # The last of equal options counts. Attention has no parameters, and none is computed.
-    command = [*server_command(setup, LOADER), "--device=cuda", "--attention-backend=torch_native"]
+    given = server_arguments(setup, LOADER)
+    arguments = [*given, "--device=cuda", "--attention-backend=torch_native"]
     environment = {**os.environ, **server_environment(setup), **ENVIRONMENT}
     spelling = _spelling(shape)
     tensors = {spelling.rename(name): size for name, size in file_shapes(shape).items()}
     ranks = _kind_of(config).world_size
-    return Question(command[_WORDS_BEFORE:], environment, ranks, config.model.dtype, tensors)
+    return Question(arguments, environment, ranks, config.model.dtype, tensors)
 
 
 def _spelling(shape: ModelShape) -> Spelling:

@@ -21,7 +21,7 @@ from generation.sglang_command import (
     MEETS_BY,
     extra_flags,
     option_of,
-    server_command,
+    server_arguments,
     server_environment,
 )
 from generation.sglang_orders import LOADER
@@ -31,15 +31,13 @@ from megatron_rl.protocol.render import read_values
 from megatron_rl.weights.layout.rope import read_rope
 
 _PARSE_LIMIT_S = 120.0
-_WORDS_BEFORE = 3
-"""Words of a command before its arguments: interpreter, -m, module."""
 _FUSED_ROTATION = "--enable-fused-qk-norm-rope"
 _OWN_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "SGLANG_EXTERNAL_MODEL_PACKAGE",
     MEETS_BY, "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 _OF_THE_RUN = (
-    # Arguments that `server_command` gives in some runs only.
+    # Arguments that `server_arguments` gives in some runs only.
     "disable-overlap-schedule", "quantization", "enable-return-routed-experts",
     "enable-memory-saver", "skip-tokenizer-init", "nccl-port", "nnodes", "node-rank",
     "dist-init-addr", "moe-runner-backend",
@@ -103,8 +101,8 @@ def check_extras(config: Config) -> None:
             "rotary embeddings, the kernel turns positions otherwise than the trainer; leave it out"
         )
     if setup.extra_args:
-        command = server_command(dataclasses.replace(setup, extra_args={}), LOADER)
-        fault = _ask(Question(command[_WORDS_BEFORE:], dict(setup.extra_args)), own)
+        given = server_arguments(dataclasses.replace(setup, extra_args={}), LOADER)
+        fault = _ask(Question(given, dict(setup.extra_args)), own)
         if fault:
             raise InputError(fault)
 
