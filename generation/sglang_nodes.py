@@ -55,11 +55,7 @@ def node_setup(
     if rank:
         log_path = log_path.with_stem(f"{log_path.stem}-node-{rank}")
     return replace(
-        setup, nodes=nodes, node_rank=rank, meets_at=meets_at,
-        orders=orders_of(setup.log_path, session), log_path=log_path,
+        setup, nodes=nodes, node_rank=rank, meets_at=meets_at, log_path=log_path,
+        # A name for each session: another node may still see the file of an older one.
+        orders=setup.log_path.with_suffix(f".{session[:8]}.order.json"),
     )  # fmt: skip
-
-
-def orders_of(log_path: Path, session: str) -> Path:
-    """File of a session's orders; another node may still see the file of an older session."""
-    return log_path.with_suffix(f".{session[:8]}.order.json")

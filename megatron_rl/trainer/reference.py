@@ -189,7 +189,7 @@ class Teacher:
     ) -> None:
         """Raises InputError for a folder that does not fit the policy's tokens or ranks."""
         shape = read_shape(folder)
-        check_teacher(shape, policy.shape, folder, is_exact=objective.needs_reference_kl)
+        check_teacher(shape, policy.shape, folder, is_exact=objective.cfg.kl.is_exact)
         check_parallel(shape, policy.parallel)
         # Generators choose experts of the policy alone; and buffers of one size are the policy's.
         train = train.model_copy(update={"router_replay": False, "pad_microbatches": False})
@@ -256,7 +256,7 @@ def _by_passes(passes: Passes, minibatches: Sequence[MinibatchShare]) -> list[li
     objective, model = passes.objective, unwrap(passes.policy.chunks[-1])
     host_copy = passes.policy.backend.host_copy
     weight: Tensor | None = None
-    if objective.needs_reference_kl and model.post_process:
+    if objective.cfg.kl.is_exact and model.post_process:
         # An update computes the reference's logits again. Host memory holds what that needs: the
         # hidden states of all completion tokens of a batch, and one output layer. The device's
         # stream writes and reads them; the host waits for neither.
