@@ -24,7 +24,8 @@ from generation.engine import Completion, EngineError, EngineSetup, EngineTimeou
 from generation.sglang_direct import DirectRequests, direct_request, read_ended
 from generation.vllm_command import (
     installed_release,
-    refuse_unsuitable,
+    refuse_gpu,
+    refuse_model,
     server_command,
     server_environment,
     write_job,
@@ -112,7 +113,8 @@ class VLLMEngine:
     async def start(self) -> None:
         """Start the process and wait until its model is loaded."""
         setup = self._setup
-        refuse_unsuitable(setup)
+        refuse_gpu()
+        refuse_model(setup.model)
         await self._channel.open()
         job = write_job(setup, self._channel.path)
         environment = server_environment(job, setup.log_path)
