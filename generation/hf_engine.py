@@ -44,7 +44,7 @@ CLOSE_S = 30.0
 
 
 class HFEngine:
-    """Engine over a transformers model in this process, on torch's default device."""
+    """`Engine` over a transformers model in this process, on torch's default device."""
 
     name = "hf"
     world_size = 1
@@ -217,7 +217,6 @@ class HFEngine:
             )
 
     async def receive(self, order: Receive) -> None:
-        """Take slices into the parameters."""
         if self._pause is None:
             raise EngineError("slices came outside a weight sync: pause first")
         if self._rank is None:
@@ -253,7 +252,6 @@ class HFEngine:
                 request.is_stale = True
 
     async def resume(self, version: int) -> None:
-        """Continue under `version`."""
         self.version = version
         await self._end_pause()
         self._is_serving.set()
@@ -265,7 +263,6 @@ class HFEngine:
         await self._in_thread(lambda: pause.__exit__(None, None, None), CLOSE_S)
 
     async def leave_group(self) -> None:
-        """Leave the syncer's group. After an aborted weight sync the engine stays paused."""
         if self._rank is not None:
             self._rank.leave()
 
