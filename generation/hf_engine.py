@@ -21,7 +21,7 @@ import contextlib
 import importlib.metadata
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -125,7 +125,8 @@ class HFEngine:
         mine: set[str] = set()
 
         async def submit(index: int) -> None:
-            await self._wait_until_serving(deadline)
+            late = "a weight sync kept a request waiting longer than"
+            await self._in_time(self._is_serving.wait(), deadline, late)
             request = Request(index, results, sampling.stop)
             if index in seeds:
                 stream = torch.Generator(torch.get_default_device())
@@ -137,7 +138,7 @@ class HFEngine:
                 await submit(index)
             waiting = len(indices)
             while waiting:
-                match await self._next_result(results, deadline):
+                match await self._in_time(results.get(), deadline, "a completion took longer than"):
                     case Completion() as completion:
                         waiting -= 1
                         yield completion
@@ -150,25 +151,13 @@ class HFEngine:
                 del self._requests[request_id]
                 self._running.cancel_request(request_id)
 
-    async def _next_result(
-        self, results: "asyncio.Queue[Completion | int | EngineError]", deadline: float
-    ) -> Completion | int | EngineError:
+    async def _in_time(self, waiting: Coroutine[Any, Any, T], deadline: float, late: str) -> T:
+        """Result of a wait; EngineError at the deadline. late: what took longer than the limit."""
         try:
-            return await asyncio.wait_for(results.get(), max(0.0, deadline - time.monotonic()))
+            return await asyncio.wait_for(waiting, max(0.0, deadline - time.monotonic()))
         except TimeoutError as error:
-            raise EngineError(
-                "a completion took longer than expert.generator.request_timeout_s="
-                f"{self._setup.request_timeout_s:.0f}"
-            ) from error
-
-    async def _wait_until_serving(self, deadline: float) -> None:
-        try:
-            await asyncio.wait_for(self._is_serving.wait(), max(0.0, deadline - time.monotonic()))
-        except TimeoutError as error:
-            raise EngineError(
-                "a weight sync kept a request waiting longer than "
-                f"expert.generator.request_timeout_s={self._setup.request_timeout_s:.0f}"
-            ) from error
+            limit_s = self._setup.request_timeout_s
+            raise EngineError(f"{late} expert.generator.request_timeout_s={limit_s:.0f}") from error
 
     def _submit(self, prompt_ids: list[int], sampling: Sampling, request: Request) -> str:
         request_id = f"completion-{next(self._ids)}"
