@@ -1,7 +1,7 @@
-"""A server child that cannot outlive the process that started it, with its log in a file.
+"""A server child that cannot outlive the process that started it; a child that answers a question.
 
-Used by engines that start a server. Run as a script it is the child's launcher: it asks
-Linux to kill the process when its parent dies, then becomes the server.
+Used by engines that start a server, whose log is in a file. Run as a script it is that child's
+launcher: it asks Linux to kill the process when its parent dies, then becomes the server.
 """
 
 import asyncio
@@ -9,8 +9,10 @@ import ctypes
 import os
 import select
 import signal
+import subprocess
 import sys
 from collections import deque
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -104,6 +106,35 @@ class ServerChild:
         except ProcessLookupError:
             pass
         await asyncio.wait_for(self._process.wait(), _END_S)
+
+
+class ChildFailed(RuntimeError):
+    """A child gave no answer; the text says why."""
+
+
+def ask(module: str, question: bytes, environment: Mapping[str, str], limit_s: float) -> bytes:
+    """What `python -m module` answers to a question on its stdin. Raises ChildFailed.
+
+    environment: all variables of the child. It ends with this call, with all that it forked.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+    ) as process:
+        try:
+            answer, errors = process.communicate(question, timeout=limit_s)
+        except subprocess.TimeoutExpired as error:
+            raise ChildFailed(f"no answer in {limit_s:.0f} s") from error
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        raise ChildFailed(errors.decode(errors="replace").strip().rpartition("\n")[2])
+    return answer
 
 
 class _Part(NamedTuple):

@@ -32,6 +32,10 @@ class EngineTimeout(EngineError):
     """The engine gave no answer in time: it may hang."""
 
 
+class RequestRefused(EngineError):
+    """The engine is alive, and refuses this input."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
     """Settings with which an engine starts."""

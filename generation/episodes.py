@@ -73,7 +73,8 @@ class Episode:
 
     def __init__(self, lease: Lease, index: int, owner: "Episodes") -> None:
         sampling = lease.sampling
-        self._lease, self._index, self.owner = lease, index, owner
+        self._lease, self._index, self._owner = lease, index, owner
+        self.histories = owner.histories
         self._tree = ConversationTree(
             completion_tokens=sampling.max_new_tokens,
             context_tokens=owner.renderer.context_tokens,
@@ -102,7 +103,7 @@ class Episode:
         """One turn of the policy. Raises PolicyLimit, EnvironmentFailed, EngineError."""
         chat = self._chat_of(say)
         parent = chat.exchanges[-1].turn if chat.exchanges else None
-        messages = self.owner.histories.with_ids(say.messages)
+        messages = self.histories.with_ids(say.messages)
         try:
             place = self.place(parent, self._earlier(chat), messages, chat.tools)
             turn = await self.take_turn(place, say.max_tokens)
@@ -111,11 +112,11 @@ class Episode:
         except RenderError as error:
             # The same messages would fail with every engine: the environment is at fault.
             raise EnvironmentFailed(str(error), "exception") from error
-        found, reply = self.owner.histories.read(turn, chat.tools), turn.reply
+        found, reply = self.histories.read(turn, chat.tools), turn.reply
         chat.exchanges.append(Exchange(messages, turn, found))
         assert reply is not None
         return Reply(
-            self.owner.renderer.decode(reply.token_ids), found.content, found.reasoning,
+            self._owner.renderer.decode(reply.token_ids), found.content, found.reasoning,
             [Call(*call) for call in found.calls], found.faults,
             reply.finish_reason, self._tree.room_behind(turn),
         )  # fmt: skip
@@ -143,7 +144,7 @@ class Episode:
             self._count(+1)
             turn.asked, turn.asked_at = asked, self._changed_at
         try:
-            reply = await self.owner.sample(self._lease, self._index, turn, self._tree)
+            reply = await self._owner.sample(self._lease, self._index, turn, self._tree)
         except BaseException:
             # The environment no longer waits for it.
             self._tree.discard(turn)
@@ -163,11 +164,11 @@ class Episode:
         """The messages of a conversation, with the replies."""
         for given, turn, found in chat.exchanges:
             yield from given
-            yield self.owner.histories.message(turn, found)
+            yield self.histories.message(turn, found)
 
     def _chat_of(self, say: Say) -> Chat:
         if say.chat not in self._chats:
-            if say.tools and (refusal := self.owner.histories.parser.refusal):
+            if say.tools and (refusal := self.histories.parser.refusal):
                 raise EnvironmentFailed(refusal, "exception")
             chat = Chat(say.tools)
             if say.parent is not None:
@@ -185,8 +186,8 @@ class Episode:
         tools: list[dict[str, Any]],
     ) -> Place:
         """As `Histories.place`, for the episode's task."""
-        histories, task = self.owner.histories, self._lease.prompt.task
-        return histories.place(parent, earlier, messages, tools, task)
+        task = self._lease.prompt.task
+        return self.histories.place(parent, earlier, messages, tools, task)
 
     def _count(self, replies: int) -> None:
         """Count replies that the engine samples, and the time without any."""
@@ -202,11 +203,11 @@ class Episode:
         if not self._tree.turns:
             raise EnvironmentFailed(self._no_reply, "bad_outcome")
         self._count(0)
-        rows, renderer = self._tree.rows(), self.owner.renderer
+        rows, renderer = self._tree.rows(), self._owner.renderer
         asked, to_grade, score, returns = rows.prompt_ids, None, None, list[TurnReturn]()
         if isinstance(end, Outcome):
             score, returns = earned_by(end, self._tree.turns, rows.replies)
-        elif self._lease.prompt.task in self.owner.graded_tasks:
+        elif self._lease.prompt.task in self._owner.graded_tasks:
             # The policy can spell half of a surrogate pair.
             asked, to_grade = self._tree.turns[-1].prompt, escaped(end.text)
         else:

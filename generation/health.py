@@ -6,9 +6,10 @@ progress shows it.
 
 import asyncio
 import time
-from typing import Protocol, Self, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from generation.engine import Engine, EngineError
+from generation.weight_client import WeightClient
 from megatron_rl.protocol.generator_messages import EngineActivity
 
 
@@ -76,11 +77,6 @@ class EngineHealth:
         self._stalled_s = 0.0
         self._looked_at: float | None = None
 
-    @classmethod
-    def of(cls, engine: Engine, request_timeout_s: float) -> Self:
-        """Health of an engine, with the limit for its kind."""
-        return cls(request_timeout_s, counts_passes=isinstance(engine, CountingEngine))
-
     def note_progress(self) -> None:
         """Note that the engine has finished a completion."""
         self._stalled_s = 0.0
@@ -106,14 +102,8 @@ class EngineHealth:
         )
 
 
-class MayPause(Protocol):
-    """Says whether the engine is paused."""
-
-    is_paused: bool
-
-
 async def watch_work(
-    engine: Engine, health: EngineHealth, work: Activity, weights: MayPause
+    engine: Engine, health: EngineHealth, work: Activity, weights: WeightClient
 ) -> None:
     """Watch an engine. Raises EngineError when it hangs."""
     while True:

@@ -21,7 +21,7 @@ import contextlib
 import importlib.metadata
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -30,8 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from generation.engine import Completion, EngineError, EngineSetup, EngineTimeout
-from generation.hf_manager import open_manager, seeded_generator
-from generation.hf_requests import Decode, Request, first_token_at, one_by_one
+from generation.hf_manager import Decode, Request, first_token_at, one_by_one, open_manager
 from generation.weight_versions import spans_from_cuts
 from megatron_rl.protocol.types import Receive, Sampling
 from megatron_rl.weights.exchange.engine_rank import EngineRank
@@ -45,7 +44,7 @@ CLOSE_S = 30.0
 
 
 class HFEngine:
-    """Engine over a transformers model in this process, on torch's default device."""
+    """`Engine` over a transformers model in this process, on torch's default device."""
 
     name = "hf"
     world_size = 1
@@ -126,10 +125,12 @@ class HFEngine:
         mine: set[str] = set()
 
         async def submit(index: int) -> None:
-            await self._wait_until_serving(deadline)
+            late = "a weight sync kept a request waiting longer than"
+            await self._in_time(self._is_serving.wait(), deadline, late)
             request = Request(index, results, sampling.stop)
             if index in seeds:
-                request.generator = seeded_generator(seeds[index])
+                stream = torch.Generator(torch.get_default_device())
+                request.generator = stream.manual_seed(seeds[index])
             mine.add(self._submit(prompt_ids, sampling, request))
 
         try:
@@ -137,7 +138,7 @@ class HFEngine:
                 await submit(index)
             waiting = len(indices)
             while waiting:
-                match await self._next_result(results, deadline):
+                match await self._in_time(results.get(), deadline, "a completion took longer than"):
                     case Completion() as completion:
                         waiting -= 1
                         yield completion
@@ -150,25 +151,13 @@ class HFEngine:
                 del self._requests[request_id]
                 self._running.cancel_request(request_id)
 
-    async def _next_result(
-        self, results: "asyncio.Queue[Completion | int | EngineError]", deadline: float
-    ) -> Completion | int | EngineError:
+    async def _in_time(self, waiting: Coroutine[Any, Any, T], deadline: float, late: str) -> T:
+        """Result of a wait; EngineError at the deadline. late: what took longer than the limit."""
         try:
-            return await asyncio.wait_for(results.get(), max(0.0, deadline - time.monotonic()))
+            return await asyncio.wait_for(waiting, max(0.0, deadline - time.monotonic()))
         except TimeoutError as error:
-            raise EngineError(
-                "a completion took longer than expert.generator.request_timeout_s="
-                f"{self._setup.request_timeout_s:.0f}"
-            ) from error
-
-    async def _wait_until_serving(self, deadline: float) -> None:
-        try:
-            await asyncio.wait_for(self._is_serving.wait(), max(0.0, deadline - time.monotonic()))
-        except TimeoutError as error:
-            raise EngineError(
-                "a weight sync kept a request waiting longer than "
-                f"expert.generator.request_timeout_s={self._setup.request_timeout_s:.0f}"
-            ) from error
+            limit_s = self._setup.request_timeout_s
+            raise EngineError(f"{late} expert.generator.request_timeout_s={limit_s:.0f}") from error
 
     def _submit(self, prompt_ids: list[int], sampling: Sampling, request: Request) -> str:
         request_id = f"completion-{next(self._ids)}"
@@ -217,7 +206,6 @@ class HFEngine:
             )
 
     async def receive(self, order: Receive) -> None:
-        """Take slices into the parameters."""
         if self._pause is None:
             raise EngineError("slices came outside a weight sync: pause first")
         if self._rank is None:
@@ -253,7 +241,6 @@ class HFEngine:
                 request.is_stale = True
 
     async def resume(self, version: int) -> None:
-        """Continue under `version`."""
         self.version = version
         await self._end_pause()
         self._is_serving.set()
@@ -265,7 +252,6 @@ class HFEngine:
         await self._in_thread(lambda: pause.__exit__(None, None, None), CLOSE_S)
 
     async def leave_group(self) -> None:
-        """Leave the syncer's group. After an aborted weight sync the engine stays paused."""
         if self._rank is not None:
             self._rank.leave()
 

@@ -42,7 +42,7 @@ class Histories:
 
     def __init__(self, renderer: Renderer) -> None:
         """Raises InputError for a chat template that cannot continue a conversation."""
-        self._renderer = renderer
+        self.renderer = renderer
         self.is_rendered = renderer.history == "template"
         """Earlier replies are as the chat template writes them."""
         self._turns = Turns(renderer, is_continued=not self.is_rendered)
@@ -70,18 +70,18 @@ class Histories:
         messages up to that reply, read only where they are rendered.
         """
         asked = Asked(parent, list(messages), [] if parent is not None else tools)
-        offered = tools if "tools" in self._renderer.template.reads else []
+        offered = tools if "tools" in self.renderer.template.reads else []
         if self._drops_results and any(message["role"] == "tool" for message in messages):
             raise RenderError(
                 "the chat template leaves out messages of the role tool: the policy would not "
                 "read the results of its calls. Give a render.chat_template that writes them"
             )
-        if parent is not None and self._renderer.form.has_channels:
+        if parent is not None and self.renderer.form.has_channels:
             messages = self._with_names(messages, self.read(parent, tools))
         try:
             if parent is not None and not self.is_rendered:
                 return Place(parent, self._turns.glue(parent.reply_ids, messages, offered), asked)
-            opened = self._renderer.opened([*earlier, *messages], task)
+            opened = self.renderer.opened([*earlier, *messages], task)
             if tools and not offered:
                 opened = with_tools(opened, tools)
             ids = self._turns.start(opened, offered)
@@ -95,7 +95,7 @@ class Histories:
 
     def read(self, turn: Turn, tools: Sequence[Tool]) -> ParsedReply:
         """The parts of a turn's reply. A call keeps the id that the chat template takes."""
-        found = self.parser.parse(self._renderer.decode(turn.reply_ids), tools)
+        found = self.parser.parse(self.renderer.decode(turn.reply_ids), tools)
         calls = [one if self._takes_id(one.id) else one._replace(id="") for one in found.calls]
         return found._replace(calls=calls)
 
@@ -119,7 +119,7 @@ class Histories:
                     one._replace(id=one.id or _own_id(place)) for place, one in enumerate(calls)
                 ]
             # In channels a message that calls a tool has no room for other text.
-            content = "" if self._renderer.form.has_channels else found.content
+            content = "" if self.renderer.form.has_channels else found.content
             message = self.call_form.turn(calls, content)
         elif self._reasoning:
             message = {"role": "assistant", "content": found.content}
@@ -127,7 +127,7 @@ class Histories:
             return self._as_written(turn)
         if self._reasoning:
             return message | {self._reasoning: found.reasoning}
-        if found.reasoning and (tags := self._renderer.tags):
+        if found.reasoning and (tags := self.renderer.tags):
             message["content"] = tags.around(found.reasoning) + (message["content"] or "")
         return message
 
@@ -155,13 +155,13 @@ class Histories:
         if call_id:
             result["tool_call_id"] = call_id
         try:
-            return self._renderer.template.render([QUESTION, called, result], tools=[PROBE_TOOL])
+            return self.renderer.template.render([QUESTION, called, result], tools=[PROBE_TOOL])
         except RenderError:
             return ""
 
     def _as_written(self, turn: Turn) -> Message:
         """The whole text of a reply as content."""
-        text, tags = self._renderer.decode(turn.reply_ids), self._renderer.tags
+        text, tags = self.renderer.decode(turn.reply_ids), self.renderer.tags
         opening = tags.open if tags is not None and self.parser.is_opened else ""
         return {"role": "assistant", "content": opening + text}
 

@@ -13,8 +13,8 @@ from contextlib import aclosing
 
 import msgspec
 
-from generation.engine import EngineError
-from generation.scoring_engine import RequestRefused, ScoringEngine, judge_context
+from generation.engine import EngineError, RequestRefused
+from generation.scoring_engine import ScoringEngine, judge_context
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.chat_template import RenderError

@@ -12,7 +12,8 @@ without an answer; a slow scorer recognises the repetition.
 import asyncio
 import itertools
 import time
-from types import TracebackType
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Self
 
 from generation.async_sockets import AsyncDealer
@@ -43,22 +44,17 @@ class JudgeClient:
         self._answer_within_s = answer_within_s
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Judged | JudgeRefused]] = {}
-        self._receiving: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Self:
-        self._receiving = asyncio.create_task(self._receive())
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._receiving is not None
-        self._receiving.cancel()
-        await asyncio.gather(self._receiving, return_exceptions=True)
-        self._dealer.close()
+    @asynccontextmanager
+    async def receiving(self) -> AsyncIterator[Self]:
+        """The client, which receives answers until the block ends; then the socket is closed."""
+        task = asyncio.create_task(self._receive())
+        try:
+            yield self
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            self._dealer.close()
 
     async def ask(self, asked: JudgeInput) -> Verdict:
         """The judge's answer. Raises EnvironmentFailed if there is none in time."""
@@ -120,11 +116,11 @@ class JudgeClient:
                     future.set_result(message)
 
 
-def open_judge(config: Config, name: str, address: str) -> JudgeClient:
+def open_judge(config: Config, name: str, address: str) -> AbstractAsyncContextManager[JudgeClient]:
     """The judge's client. name: of the generator; address: of the scorer's node."""
     ports = config.ports
     dealer = AsyncDealer(
         ports.scorer_at(address), f"{name}-judge", load_keys(ports.keys_dir),
         endpoint=SCORER, label=ports.label,
     )  # fmt: skip
-    return JudgeClient(dealer, answer_within_s=config.scorer.answer_within_s)
+    return JudgeClient(dealer, answer_within_s=config.scorer.answer_within_s).receiving()

@@ -172,5 +172,4 @@ class _Refusal(asyncio.Protocol):
     """A connection too many: it is closed."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Close it."""
         transport.close()

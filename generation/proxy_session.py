@@ -29,7 +29,6 @@ from generation.tasks import end_with_first
 from megatron_rl.protocol.call_forms import ToolCall
 from megatron_rl.protocol.chat_template import RenderError, Tool
 from megatron_rl.protocol.chat_template import Turn as GivenMessage
-from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.tool_calls import ParsedReply
 from verification.environments.episode import Clock
 from verification.environments.policy import Outcome, ToGrade
@@ -55,18 +54,10 @@ MODEL = "policy"
 log = logging.getLogger(__name__)
 
 
-class Model(Protocol):
-    """How the run's model writes; `Episodes`."""
-
-    renderer: Renderer
-    histories: Histories
-
-
 class Episode(Protocol):
     """The conversations of an episode; `Episode` of `episodes.py`, which imports this file."""
 
-    @property
-    def owner(self) -> Model: ...
+    histories: Histories
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -216,22 +207,22 @@ class Session:
         finally:
             self.clock.start()
         self._is_out_of_tokens = False
-        return self._note(asked, turn, self._episode.owner.histories.read(turn, asked.tools))
+        return self._note(asked, turn, self._episode.histories.read(turn, asked.tools))
 
     def _place(self, asked: ChatRequest) -> Place:
         """Where the turn of a request begins. Raises RenderError, OutOfTokens.
 
         It continues a reply if all up to the last reply of the history is as it was.
         """
-        owner = self._episode.owner
-        most = MAX_CHARS_PER_TOKEN * owner.renderer.context_tokens
+        histories = self._episode.histories
+        most = MAX_CHARS_PER_TOKEN * histories.renderer.context_tokens
         if sum(len(message.content) for message in asked.messages) > most:
             raise OutOfTokens(f"the messages have more than {most} characters")
-        if asked.tools and (refusal := owner.histories.parser.refusal):
+        if asked.tools and (refusal := histories.parser.refusal):
             raise RenderError(refusal)
         found = self._find(asked, asked.replied)
         # Replies that are kept are not rendered again.
-        begin = asked.replied if found and not owner.histories.is_rendered else 0
+        begin = asked.replied if found and not histories.is_rendered else 0
         turns = [self._written(asked, number) for number in range(begin, len(asked.messages))]
         if found is None:
             return self._episode.place(None, [], turns, asked.tools)
@@ -246,7 +237,7 @@ class Session:
 
     def _written(self, asked: ChatRequest, number: int) -> GivenMessage:
         """A message for the chat template. Raises RenderError."""
-        histories, message = self._episode.owner.histories, asked.messages[number]
+        histories, message = self._episode.histories, asked.messages[number]
         if histories.is_rendered and message.role == "assistant":
             # The thoughts of a reply, which programs do not repeat.
             if known := self._find(asked, number + 1):
@@ -267,7 +258,7 @@ class Session:
             calls, faults = calls[: asked.max_calls], [*faults, *refused]
         if faults and not calls:
             # Nothing goes unseen: the client has no call to answer.
-            content = self._episode.owner.renderer.decode(turn.reply_ids)
+            content = self._episode.histories.renderer.decode(turn.reply_ids)
         made = tuple(ToolCall(one.name, one.arguments, one.id or self._new_id()) for one in calls)
         message = Message("assistant", content, made)
         key = message.key(asked.keys[-1])

@@ -5,9 +5,6 @@ Runs where a run is rehearsed; a child process builds the model (`sglang_trace.p
 
 import os
 import re
-import signal
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,8 +12,9 @@ from dataclasses import replace
 import msgspec
 import torch
 
+from generation.child import ChildFailed, ask
 from generation.engine import engine_setup
-from generation.sglang_command import server_command, server_environment
+from generation.sglang_command import server_arguments, server_environment
 from generation.sglang_orders import LOADER
 from generation.sglang_trace import ENVIRONMENT, Question, RankTrace
 from megatron_rl.config.errors import InputError
@@ -29,8 +27,7 @@ from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Slice
 from megatron_rl.weights.layout.trainer_layout import file_shapes, hf_shapes, untrained
 
-_WORDS_BEFORE = 3
-"""Words of a server's command before its arguments: interpreter, -m, module."""
+_MODULE = "generation.sglang_trace"
 _LIMIT_S = 180.0
 _LIMIT_PER_RANK_S = 30.0
 """Seconds of the child for SGLang's import, and for one rank. 235B take 6 s a rank."""
@@ -55,7 +52,7 @@ def check_engine(config: Config, shape: ModelShape) -> list[str]:
     try:
         traces = trace_engine(config, shape)
     except ChildFailed as error:
-        return [str(error)]
+        return [f"SGLang cannot build its model of this engine: {error}"]
     return _summarised(
         [
             (rank, problem)
@@ -63,10 +60,6 @@ def check_engine(config: Config, shape: ModelShape) -> list[str]:
             for problem in differences(slices, trace, config.model.dtype)
         ]
     )
-
-
-class ChildFailed(RuntimeError):
-    """SGLang could not build the model, or took too long; the text says why."""
 
 
 def trace_engine(config: Config, shape: ModelShape) -> list[RankTrace]:
@@ -78,7 +71,9 @@ def trace_engine(config: Config, shape: ModelShape) -> list[RankTrace]:
 def trace_engines(engines: Sequence[tuple[Config, ModelShape]]) -> list[list[RankTrace]]:
     """The same of several engines, for which SGLang is imported once."""
     asked = [_question(config, shape) for config, shape in engines]
-    found = msgspec.json.decode(_ask(asked), type=list[list[RankTrace]])
+    limit_s = _LIMIT_S + _LIMIT_PER_RANK_S * sum(question.ranks for question in asked)
+    answer = ask(_MODULE, msgspec.json.encode(asked), asked[0].environment, limit_s)
+    found = msgspec.json.decode(answer, type=list[list[RankTrace]])
     return [
         [_of_slices(trace, config, shape, rank) for rank, trace in enumerate(traces)]
         for (config, shape), traces in zip(engines, found, strict=True)
@@ -90,12 +85,13 @@ def _question(config: Config, shape: ModelShape) -> Question:
     # Neither has a part in the shape of a parameter, and both want a GPU.
     setup = replace(setup, is_deterministic=False, releases_memory=False)
     # The last of equal options counts. Attention has no parameters, and none is computed.
-    command = [*server_command(setup, LOADER), "--device=cuda", "--attention-backend=torch_native"]
+    given = server_arguments(setup, LOADER)
+    arguments = [*given, "--device=cuda", "--attention-backend=torch_native"]
     environment = {**os.environ, **server_environment(setup), **ENVIRONMENT}
     spelling = _spelling(shape)
     tensors = {spelling.rename(name): size for name, size in file_shapes(shape).items()}
     ranks = _kind_of(config).world_size
-    return Question(command[_WORDS_BEFORE:], environment, ranks, config.model.dtype, tensors)
+    return Question(arguments, environment, ranks, config.model.dtype, tensors)
 
 
 def _spelling(shape: ModelShape) -> Spelling:
@@ -125,35 +121,6 @@ def _kind_of(config: Config) -> EngineKind:
     return EngineKind(
         "sglang", generator.tensor_parallel, expert_parallel=generator.expert_parallel
     )
-
-
-def _ask(asked: Sequence[Question]) -> bytes:
-    """The child's answer."""
-    ranks = sum(question.ranks for question in asked)
-    limit_s = _LIMIT_S + ranks * _LIMIT_PER_RANK_S
-    process = subprocess.Popen(
-        [sys.executable, "-m", "generation.sglang_trace"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=asked[0].environment,
-        start_new_session=True,
-    )
-    with process:
-        try:
-            output, errors = process.communicate(msgspec.json.encode(asked), timeout=limit_s)
-        except subprocess.TimeoutExpired as error:
-            raise ChildFailed(
-                f"SGLang did not build {ranks} ranks of its model within {limit_s:.0f} s"
-            ) from error
-        finally:
-            if process.poll() is None:
-                # The ranks end with this process group.
-                os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode:
-        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-        raise ChildFailed(f"SGLang cannot build its model of this engine: {last}")
-    return output
 
 
 def differences(slices: Sequence[Slice], trace: RankTrace, dtype: str) -> list[str]:

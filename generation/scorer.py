@@ -31,14 +31,9 @@ from pathlib import Path
 import numpy as np
 
 from generation.async_sockets import AsyncRouter
-from generation.engine import EngineError
+from generation.engine import EngineError, RequestRefused
 from generation.judge import Judge, judge_renderer
-from generation.scoring_engine import (
-    RequestRefused,
-    ScoringEngine,
-    scoring_setup,
-    vocabulary,
-)
+from generation.scoring_engine import ScoringEngine, scoring_setup, vocabulary
 from generation.tasks import end_with_first, interrupted
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
@@ -64,6 +59,9 @@ from megatron_rl.protocol.wire import WireError
 ROLE = "scorer-0"
 MOST_OPEN = 16_384
 """Open requests of all peers. A peer repeats one that came when there were as many."""
+
+REASON_CHARS = 500
+"""Of a refusal, which may quote the engine's whole answer."""
 
 log = logging.getLogger(__name__)
 
@@ -146,9 +144,10 @@ class Scorer:
         try:
             answer = await self._answer(request)
         except RequestRefused as refusal:
-            log.warning("request %d of %s: %s", request.request_id, peer, refusal)
+            reason = str(refusal)[:REASON_CHARS]
+            log.warning("request %d of %s: %s", request.request_id, peer, reason)
             refused = JudgeRefused if isinstance(request, JudgeRequest) else LogprobsFailed
-            answer = refused(request.request_id, str(refusal))
+            answer = refused(request.request_id, reason)
         if not self._router.send(peer, answer):
             log.warning("%s is gone, or takes no answers", peer)
 

@@ -8,11 +8,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
-
-from generation.engine import EngineError, EngineSetup
+from generation.engine import EngineError, EngineSetup, EngineTimeout, RequestRefused
 from generation.sglang_engine import SGLangEngine
-from generation.sglang_http import check_answer
+from generation.sglang_http import post
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.render import read_values
 from megatron_rl.protocol.wire import LOOPBACK
@@ -33,10 +31,6 @@ class Vocabulary:
     def foreign_ids(self) -> range:
         """Ids that the policy lacks, which do not count: larger models of a family pad more."""
         return range(self.policy_size, self.size)
-
-
-class RequestRefused(EngineError):
-    """The engine is alive, and refuses this input."""
 
 
 class ScoringEngine(SGLangEngine):
@@ -74,20 +68,11 @@ class ScoringEngine(SGLangEngine):
         if self._vocab.foreign_ids:
             body["token_ids_logprob"] = list(self._vocab.foreign_ids)
         try:
-            async with self._session.post(
-                "/generate", json=body, timeout=aiohttp.ClientTimeout(total=limit_s)
-            ) as response:
-                text = await response.text()
-                if response.status == 400:
-                    raise RequestRefused(f"the engine refused /generate: {text[:500]}")
-                check_answer("/generate", response.status, text)
-                answer = await response.json()
-        except TimeoutError as error:
+            answer = await post(self._session, "/generate", body, limit_s)
+        except EngineTimeout as error:
             raise EngineError(
                 f"/generate: no logprobs in expert.scorer.request_timeout_s={limit_s:.0f}"
             ) from error
-        except aiohttp.ClientError as error:
-            raise EngineError(f"/generate: {type(error).__name__}: {error}") from error
         found = read_logprobs(answer, token_ids, start, last_id=self._vocab.size - 1)
         if self._vocab.foreign_ids:
             found = without_foreign(found, answer["meta_info"].get("input_token_ids_logprobs"))

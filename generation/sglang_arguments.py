@@ -10,18 +10,18 @@ import dataclasses
 import difflib
 import fnmatch
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 
+from generation.child import ChildFailed, ask
 from generation.engine import engine_setup
 from generation.sglang_command import (
     MEETS_BY,
     extra_flags,
     option_of,
-    server_command,
+    server_arguments,
     server_environment,
 )
 from generation.sglang_orders import LOADER
@@ -30,16 +30,15 @@ from megatron_rl.config.tree import Config
 from megatron_rl.protocol.render import read_values
 from megatron_rl.weights.layout.rope import read_rope
 
+_MODULE = "generation.sglang_arguments"
 _PARSE_LIMIT_S = 120.0
-_WORDS_BEFORE = 3
-"""Words of a command before its arguments: interpreter, -m, module."""
 _FUSED_ROTATION = "--enable-fused-qk-norm-rope"
 _OWN_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "SGLANG_EXTERNAL_MODEL_PACKAGE",
     MEETS_BY, "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 _OF_THE_RUN = (
-    # Arguments that `server_command` gives in some runs only.
+    # Arguments that `server_arguments` gives in some runs only.
     "disable-overlap-schedule", "quantization", "enable-return-routed-experts",
     "enable-memory-saver", "skip-tokenizer-init", "nccl-port", "nnodes", "node-rank",
     "dist-init-addr", "moe-runner-backend",
@@ -103,8 +102,12 @@ def check_extras(config: Config) -> None:
             "rotary embeddings, the kernel turns positions otherwise than the trainer; leave it out"
         )
     if setup.extra_args:
-        command = server_command(dataclasses.replace(setup, extra_args={}), LOADER)
-        fault = _ask(Question(command[_WORDS_BEFORE:], dict(setup.extra_args)), own)
+        given = server_arguments(dataclasses.replace(setup, extra_args={}), LOADER)
+        question = msgspec.json.encode(Question(given, dict(setup.extra_args)))
+        try:
+            fault = ask(_MODULE, question, {**os.environ, **own}, _PARSE_LIMIT_S).decode()
+        except ChildFailed as error:
+            fault = f"generator.extra_args: SGLang's parser cannot be asked: {error}"
         if fault:
             raise InputError(fault)
 
@@ -112,24 +115,6 @@ def check_extras(config: Config) -> None:
 def is_stretched(model: Path) -> bool:
     """Whether the model folder's config.json scales rotary embeddings."""
     return read_rope(read_values(model / "config.json"), model)["rope_type"] != "default"
-
-
-def _ask(question: Question, environment: dict[str, str]) -> str:
-    """Return the child's answer."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "generation.sglang_arguments"],
-            input=msgspec.json.encode(question),
-            capture_output=True,
-            timeout=_PARSE_LIMIT_S,
-            env={**os.environ, **environment},
-        )
-    except subprocess.TimeoutExpired:
-        return f"generator.extra_args: SGLang's parser gave no answer in {_PARSE_LIMIT_S:.0f} s"
-    if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        return f"generator.extra_args: SGLang's parser cannot be loaded: {last}"
-    return done.stdout.decode()
 
 
 class _Parser(argparse.ArgumentParser):

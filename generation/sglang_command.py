@@ -42,7 +42,13 @@ def write_api_key(folder: Path) -> str:
 
 
 def server_command(setup: EngineSetup, loader: str, folder: Path | None = None) -> list[str]:
-    """Command line of the server; loader: the function that receives slices in its ranks.
+    """Command line of the server; see `server_arguments`."""
+    launch = [sys.executable, "-m", "sglang.launch_server"]
+    return launch + server_arguments(setup, loader, folder)
+
+
+def server_arguments(setup: EngineSetup, loader: str, folder: Path | None = None) -> list[str]:
+    """Arguments of the server; loader: the function that receives slices in its ranks.
 
     folder: that of `write_api_key`; None: the server takes requests without a key.
     """
@@ -74,12 +80,10 @@ def server_command(setup: EngineSetup, loader: str, folder: Path | None = None) 
     else:
         # SGLang's own choice would be any free port, perhaps that of another role.
         values["--nccl-port"] = setup.port + 1
-    command = [sys.executable, "-m", "sglang.launch_server"]
-    if folder is not None:
-        # In two words: SGLang 0.5.23 does not know `--config=FILE`.
-        command += ["--config", str(folder / KEY_FILE)]
-    command += [f"{flag}={value}" for flag, value in values.items()]
-    command += [
+    # In two words: SGLang 0.5.23 does not know `--config=FILE`.
+    arguments = [] if folder is None else ["--config", str(folder / KEY_FILE)]
+    arguments += [f"{flag}={value}" for flag, value in values.items()]
+    arguments += [
         f"--weight-version={setup.version}",
         # Token ids go in and come out: neither tokenizer nor detokenizer runs, unless the
         # scheduler looks for strings.
@@ -94,12 +98,12 @@ def server_command(setup: EngineSetup, loader: str, folder: Path | None = None) 
     ]
     if setup.is_deterministic and not sglang_cpu.is_needed():
         # It allows no attention of the CPU, where our patches do the same.
-        command.append("--enable-deterministic-inference")
+        arguments.append("--enable-deterministic-inference")
     if setup.releases_memory and not sglang_cpu.is_needed():
         # Without CUDA SGLang has no memory saver, and accepts these calls.
-        command.append("--enable-memory-saver")
-    command += sglang_cpu.server_flags() if sglang_cpu.is_needed() else []
-    return command + extra_flags(setup.extra_args)
+        arguments.append("--enable-memory-saver")
+    arguments += sglang_cpu.server_flags() if sglang_cpu.is_needed() else []
+    return arguments + extra_flags(setup.extra_args)
 
 
 def extra_flags(extra_args: Mapping[str, Argument | list[Argument]]) -> list[str]:

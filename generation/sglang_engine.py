@@ -172,7 +172,7 @@ class SGLangEngine:
                 async with aclosing(answers):
                     async for index, ended in answers:
                         completion = read_ended(ended, index)
-                        if self._is_stale(completion, version, ended.cached_tokens):
+                        if self._is_stale(completion, version):
                             stale.append(index)
                         else:
                             yield completion
@@ -199,14 +199,14 @@ class SGLangEngine:
                 f"{self._setup.request_timeout_s:.0f}"
             ) from error
 
-    def _is_stale(self, completion: Completion, version: int, cached_tokens: int) -> bool:
+    def _is_stale(self, completion: Completion, version: int) -> bool:
         """Whether the KV cache of its prompt may be of older weights than its first token.
 
         Such a request waited in the server through a weight sync. version: of the engine when the
         request was sent.
         """
         is_newer = completion.spans[0].version != version
-        return is_newer and not self._setup.recomputes_kv_cache and cached_tokens > 0
+        return is_newer and not self._setup.recomputes_kv_cache and completion.cached_tokens > 0
 
     async def pause(self) -> None:
         """Stop between two tokens; requests stay, and so does their KV cache unless recomputed."""

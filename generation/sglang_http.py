@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from generation.engine import EngineError, EngineTimeout
+from generation.engine import EngineError, EngineTimeout, RequestRefused
 from megatron_rl.protocol.engine_requests import Ended, Generate, names_of
 
 log = logging.getLogger(__name__)
@@ -193,28 +193,35 @@ class EventStream:
 
 async def post(
     session: aiohttp.ClientSession, path: str, body: dict[str, Any], timeout_s: float
-) -> None:
-    """POST; EngineError for no answer in time, a bad status, or success=false."""
+) -> dict[str, Any]:
+    """POST; the answer as `check_answer` reads it. Raises EngineTimeout, and what that raises."""
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with session.post(path, json=body, timeout=timeout) as response:
-            check_answer(path, response.status, await response.text())
+            return check_answer(path, response.status, await response.text())
     except TimeoutError as error:
         raise EngineTimeout(f"{path}: no answer in {timeout_s:.0f} s") from error
     except aiohttp.ClientError as error:
         raise EngineError(f"{path}: {type(error).__name__}: {error}") from error
 
 
-def check_answer(path: str, status: int, text: str) -> None:
-    """Raise EngineError for a bad status and for a JSON body with success=false."""
+def check_answer(path: str, status: int, text: str) -> dict[str, Any]:
+    """The JSON object of an answer; {} for another body, as some routes answer in plain text.
+
+    Raises RequestRefused for status 400, EngineError for another bad one and for success=false.
+    """
     if status != 200:
-        raise EngineError(f"{path}: {status} {text}")
+        kind = RequestRefused if status == 400 else EngineError
+        raise kind(f"{path}: {status} {text}")
     try:
         body = json.loads(text)
     except json.JSONDecodeError:
-        return  # some routes answer in plain text
-    if isinstance(body, dict) and body.get("success") is False:
+        return {}
+    if not isinstance(body, dict):
+        return {}
+    if body.get("success") is False:
         raise EngineError(f"{path}: {body.get('message', text)}")
+    return body
 
 
 async def load_time(session: aiohttp.ClientSession) -> float | None:

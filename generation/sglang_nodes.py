@@ -4,13 +4,13 @@ The server child here is SGLang's node 0; `follower.py` runs the other nodes. `m
 them. The ranks of all nodes take part in a weight sync by themselves.
 """
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 
 from generation.engine import EngineError, EngineSetup
 from generation.meeting import Meeting
 from generation.sglang_engine import SGLangEngine
+from generation.tasks import end_with_first
 
 
 class SpreadSGLangEngine(SGLangEngine):
@@ -29,29 +29,13 @@ class SpreadSGLangEngine(SGLangEngine):
     async def start(self) -> None:
         """Call the other nodes, start the server and wait until it answers."""
         await self._meeting.open()
-        starting = asyncio.ensure_future(super().start())
-        lost = asyncio.ensure_future(self._meeting.lost())
-        try:
-            await asyncio.wait({starting, lost}, return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                raise EngineError(lost.result())
-            await starting
-        finally:
-            lost.cancel()
-            starting.cancel()
+        lost = await end_with_first(super().start(), self._meeting.lost())
+        if lost is not None:
+            raise EngineError(lost)
 
     async def failed(self) -> str:
         """Return the reason when this server, or a part on another node, has ended."""
-        ends = [
-            asyncio.ensure_future(super().failed()),
-            asyncio.ensure_future(self._meeting.lost()),
-        ]
-        try:
-            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            return next(iter(done)).result()
-        finally:
-            for end in ends:
-                end.cancel()
+        return await end_with_first(super().failed(), self._meeting.lost())
 
     def dismiss(self) -> None:
         """Note that the run is over: the end of the engine releases the other nodes for good."""
@@ -71,11 +55,7 @@ def node_setup(
     if rank:
         log_path = log_path.with_stem(f"{log_path.stem}-node-{rank}")
     return replace(
-        setup, nodes=nodes, node_rank=rank, meets_at=meets_at,
-        orders=orders_of(setup.log_path, session), log_path=log_path,
+        setup, nodes=nodes, node_rank=rank, meets_at=meets_at, log_path=log_path,
+        # A name for each session: another node may still see the file of an older one.
+        orders=setup.log_path.with_suffix(f".{session[:8]}.order.json"),
     )  # fmt: skip
-
-
-def orders_of(log_path: Path, session: str) -> Path:
-    """File of a session's orders; another node may still see the file of an older session."""
-    return log_path.with_suffix(f".{session[:8]}.order.json")

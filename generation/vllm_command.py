@@ -45,20 +45,12 @@ def installed_release() -> str:
     return found[0].name.removesuffix(".dist-info").partition("-")[2]
 
 
-def refuse_unsuitable(setup: EngineSetup) -> None:
-    """Raise EngineError for settings that this engine does not support, before any start."""
+def refuse_gpu() -> None:
+    """Raise EngineError on a host with a GPU; the configuration refuses all other settings."""
     if not sglang_cpu.is_needed():
         raise EngineError(
             "generator.engine='vllm' runs vLLM's CPU build, and this host has a GPU: use 'sglang'"
         )
-    for key, wanted, reason in (
-        ("generator.tensor_parallel", setup.tensor_parallel != 1, "it has one rank"),
-        ("generator.quantization", bool(setup.quantization), "it keeps weights as they come"),
-        ("train.router_replay", setup.returns_expert_choices, "it returns no expert choices"),
-    ):
-        if wanted:
-            raise EngineError(f"{key} is not for generator.engine='vllm' ({reason}): use 'sglang'")
-    refuse_model(setup.model)
 
 
 def refuse_model(folder: Path) -> None:

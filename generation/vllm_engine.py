@@ -24,7 +24,8 @@ from generation.engine import Completion, EngineError, EngineSetup, EngineTimeou
 from generation.sglang_direct import DirectRequests, direct_request, read_ended
 from generation.vllm_command import (
     installed_release,
-    refuse_unsuitable,
+    refuse_gpu,
+    refuse_model,
     server_command,
     server_environment,
     write_job,
@@ -95,7 +96,7 @@ RECEIVE_MARGIN_S = 5.0
 
 
 class VLLMEngine:
-    """Engine over one vLLM process."""
+    """`Engine` over one vLLM process."""
 
     name = "vllm"
     world_size = 1
@@ -112,7 +113,8 @@ class VLLMEngine:
     async def start(self) -> None:
         """Start the process and wait until its model is loaded."""
         setup = self._setup
-        refuse_unsuitable(setup)
+        refuse_gpu()
+        refuse_model(setup.model)
         await self._channel.open()
         job = write_job(setup, self._channel.path)
         environment = server_environment(job, setup.log_path)
@@ -156,23 +158,19 @@ class VLLMEngine:
         await self._ask(PauseNow(self._setup.recomputes_kv_cache))
 
     async def receive(self, order: Receive) -> None:
-        """Take slices into the parameters."""
         await self._ask(order, order.deadline_s + RECEIVE_MARGIN_S)
 
     async def resume(self, version: int) -> None:
-        """Continue under `version`."""
         await self._ask(Resume(version))
         self.version = version
 
     async def leave_group(self) -> None:
-        """Leave the syncer's group. After an aborted weight sync the engine stays paused."""
         await self._ask(LeaveGroup())
 
     async def _ask(self, order: Order, timeout_s: float | None = None) -> None:
         await self._channel.ask(order, timeout_s or self._setup.weights_timeout_s)
 
     async def failed(self) -> str:
-        """Return the reason when the process has ended."""
         return f"vLLM died: {await self._child.exited()}"
 
     async def close(self) -> None:

@@ -8,7 +8,7 @@ and every token sampled before it is known.
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from generation.vllm_messages import Job
 from generation.weight_versions import spans_from_cuts
@@ -183,7 +183,8 @@ class CompletionRequests:
             completion.first_token_at = now
         completion.token_ids += output.new_token_ids
         if output.new_logprobs is not None:
-            completion.logprobs += _first_column(output.new_logprobs.logprobs)
+            # [tokens, at least 1]: the first column has the sampled tokens.
+            completion.logprobs += [float(row[0]) for row in output.new_logprobs.logprobs]
         return output.finish_reason is not None
 
     def _end_of(self, completion: _Completion, output: "EngineCoreOutput") -> Ended:
@@ -229,8 +230,3 @@ class CompletionRequests:
         for completion in self._by_name.values():
             if not completion.core_name:
                 self._submit(completion)
-
-
-def _first_column(table: Any) -> list[float]:
-    """First column of [tokens, at least 1]: values of the sampled token."""
-    return [float(row[0]) for row in table]

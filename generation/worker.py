@@ -37,7 +37,7 @@ from pathlib import Path
 from generation.async_sockets import AsyncDealer
 from generation.engine import Engine, EngineError, engine_setup, load_engine
 from generation.episodes import Environments, Episodes, capacity_of, open_environments
-from generation.health import Activity, EngineHealth, watch_work
+from generation.health import Activity, CountingEngine, EngineHealth, watch_work
 from generation.meeting import call_path
 from generation.rollouts import Completions, Work
 from generation.sglang_nodes import SpreadSGLangEngine
@@ -50,12 +50,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.protocol.endpoints import PROMPTS, WEIGHTS
 from megatron_rl.protocol.generator_messages import PROMPT_UNRENDERABLE
 from megatron_rl.protocol.keys import load_keys
-from megatron_rl.protocol.process import (
-    EXIT_FAILED,
-    Interrupted,
-    run_main,
-    set_up_logging,
-)
+from megatron_rl.protocol.process import EXIT_FAILED, Interrupted, run_main, set_up_logging
 from megatron_rl.protocol.render import Renderer, RenderError, forbid_torch, open_renderer
 from megatron_rl.protocol.types import (
     Cancel,
@@ -100,7 +95,9 @@ class GeneratorWorker:
 
         request_timeout_s: of the engine, after which it hangs. environments: of its tasks, if any.
         """
-        work = Work(engine, renderer, EngineHealth.of(engine, request_timeout_s), Activity())
+        counts_passes = isinstance(engine, CountingEngine)
+        health = EngineHealth(request_timeout_s, counts_passes=counts_passes)
+        work = Work(engine, renderer, health, Activity())
         self._health, self._activity = work.health, work.activity
         self._completions = Completions(work, gold)
         self._episodes = Episodes(work, environments or Environments({}))
@@ -296,7 +293,7 @@ def open_engine(
 
 
 async def generate_for(
-    config: Config, index: int, renderer: Renderer, spread: Spread | None = None, scorer: str = ""
+    config: Config, index: int, renderer: Renderer, spread: Spread | None, scorer: str
 ) -> None:
     """Start the engine and serve; everything is closed on the way out."""
     engine = open_engine(config, index, renderer.stop_ids, spread)
@@ -332,9 +329,8 @@ async def generate_for(
 
 
 def main(
-    config_path: Path, overrides: list[str], index: int,
-    spread: Spread | None = None, scorer: str = "",
-) -> None:  # fmt: skip
+    config_path: Path, overrides: list[str], index: int, spread: Spread | None, scorer: str
+) -> None:
     """Serve until the queue says Stop or a signal arrives. scorer: address of its node."""
     config = load_config(config_path, overrides)
     set_up_logging(f"generator-{index}", config.run.dir / "logs", in_background=True)
@@ -368,16 +364,9 @@ def parse_arguments() -> argparse.Namespace:
 def start() -> int:
     """Entry of the process."""
     options = parse_arguments()
-    return run_main(
-        f"generator-{options.index}",
-        lambda: main(
-            options.config,
-            options.overrides,
-            options.index,
-            Spread(options.nodes, options.address) if options.nodes > 1 else None,
-            options.scorer,
-        ),
-    )
+    spread = Spread(options.nodes, options.address) if options.nodes > 1 else None
+    work = partial(main, options.config, options.overrides, options.index, spread, options.scorer)
+    return run_main(f"generator-{options.index}", work)
 
 
 if __name__ == "__main__":

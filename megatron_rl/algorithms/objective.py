@@ -63,11 +63,6 @@ class Objective:
         return self.cfg.needs_reference
 
     @property
-    def needs_reference_kl(self) -> bool:
-        """Whether it reads each position's KL to the reference over the whole vocabulary."""
-        return self.cfg.kl.is_exact
-
-    @property
     def needs_groups(self) -> bool:
         """Whether advantages depend on the logprobs of whole groups."""
         has_baseline = self.cfg.kl.placement == "reward" and self.cfg.kl.horizon == "to_go"
@@ -106,7 +101,7 @@ class Objective:
             loss = loss - self.cfg.entropy.coefficient * (tokens.weights * entropy).sum()
         if self.needs_reference:
             sums = sums | _reference_sums(tokens, bound)
-        if self.needs_reference_kl:
+        if self.cfg.kl.is_exact:
             reference_kl = tokens.with_constant_policy().reference_kl
             assert reference_kl is not None
             sums = sums | {"reference_kl": reference_kl.sum()}

@@ -180,12 +180,16 @@ class Passes:
             )
 
     def select(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
-        """[targets of this context rank, hidden]: the states that predict a completion token."""
-        return select_positions(
-            hidden[0],
-            batch.loss_positions,
-            is_sequence_parallel=self.policy.has_sequence_parallelism,
-        )
+        """[targets of this context rank, hidden]: the states that predict a completion token.
+
+        On every tensor rank; parts of the gradient are summed on the way back. hidden: [1,
+        positions, hidden], or this tensor rank's slice of them under sequence parallelism.
+        """
+        states, positions = hidden[0], batch.loss_positions
+        if self.policy.has_sequence_parallelism:
+            return tensor_parallel.gather_from_sequence_parallel_region(states)[positions]
+        group = parallel_state.get_tensor_model_parallel_group()
+        return tensor_parallel.copy_to_tensor_model_parallel_region(states[positions], group=group)
 
     def compute_log_probs(
         self, batch: MicroBatch, selected: Tensor, reference: ReferenceLayer | None = None
@@ -252,15 +256,3 @@ def output_weight(model: GPTModel) -> Tensor:
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     return model.output_layer.weight
-
-
-def select_positions(hidden: Tensor, positions: Tensor, *, is_sequence_parallel: bool) -> Tensor:
-    """[selected, hidden] on every tensor rank; parts of the gradient are summed on the way back.
-
-    hidden: [positions, hidden], or this tensor rank's slice of the positions under sequence
-    parallelism; positions: [selected] int64, index into all positions.
-    """
-    if is_sequence_parallel:
-        return tensor_parallel.gather_from_sequence_parallel_region(hidden)[positions]
-    group = parallel_state.get_tensor_model_parallel_group()
-    return tensor_parallel.copy_to_tensor_model_parallel_region(hidden[positions], group=group)

@@ -47,15 +47,12 @@ class Reference(Protocol):
     """Of the last call."""
 
     def compute_log_probs(
-        self,
-        passes: Passes,
-        minibatches: Sequence[MinibatchShare],
-        before_swap: Callable[[], None] = lambda: None,
+        self, passes: Passes, minibatches: Sequence[MinibatchShare]
     ) -> list[list[Prepared]]:
         """What the objective reads of the reference, per minibatch and microbatch.
 
-        Empty lists on stages that compute no loss. passes: the policy's. before_swap: called before
-        other weights take the place of the policy's, if they do. Collective over all trainer ranks.
+        Empty lists on stages that compute no loss. passes: the policy's. Collective over all
+        trainer ranks.
         """
 
 
@@ -126,13 +123,9 @@ class SwappedReference:
         self._backend.wait()
 
     def compute_log_probs(
-        self,
-        passes: Passes,
-        minibatches: Sequence[MinibatchShare],
-        before_swap: Callable[[], None] = lambda: None,
+        self, passes: Passes, minibatches: Sequence[MinibatchShare]
     ) -> list[list[Prepared]]:
         """As in `Reference`: by the policy's passes, under these weights."""
-        before_swap()
         with self.in_place():
             return _by_passes(passes, minibatches)
 
@@ -196,7 +189,7 @@ class Teacher:
     ) -> None:
         """Raises InputError for a folder that does not fit the policy's tokens or ranks."""
         shape = read_shape(folder)
-        check_teacher(shape, policy.shape, folder, is_exact=objective.needs_reference_kl)
+        check_teacher(shape, policy.shape, folder, is_exact=objective.cfg.kl.is_exact)
         check_parallel(shape, policy.parallel)
         # Generators choose experts of the policy alone; and buffers of one size are the policy's.
         train = train.model_copy(update={"router_replay": False, "pad_microbatches": False})
@@ -211,10 +204,7 @@ class Teacher:
         self._passes = Passes(own, objective, train, vocab=min(shape.vocab, policy.shape.vocab))
 
     def compute_log_probs(
-        self,
-        passes: Passes,
-        minibatches: Sequence[MinibatchShare],
-        before_swap: Callable[[], None] = lambda: None,
+        self, passes: Passes, minibatches: Sequence[MinibatchShare]
     ) -> list[list[Prepared]]:
         """As in `Reference`: by the teacher's own passes."""
         device = self._passes.policy.device
@@ -240,10 +230,7 @@ class ScoredReference:
         return self._scorer.metrics
 
     def compute_log_probs(
-        self,
-        passes: Passes,
-        minibatches: Sequence[MinibatchShare],
-        before_swap: Callable[[], None] = lambda: None,
+        self, passes: Passes, minibatches: Sequence[MinibatchShare]
     ) -> list[list[Prepared]]:
         """As in `Reference`, by the scorer. Raises as `ScoringClient.take`."""
         shares = [passes.padded_microbatches(minibatch) for minibatch in minibatches]
@@ -269,7 +256,7 @@ def _by_passes(passes: Passes, minibatches: Sequence[MinibatchShare]) -> list[li
     objective, model = passes.objective, unwrap(passes.policy.chunks[-1])
     host_copy = passes.policy.backend.host_copy
     weight: Tensor | None = None
-    if objective.needs_reference_kl and model.post_process:
+    if objective.cfg.kl.is_exact and model.post_process:
         # An update computes the reference's logits again. Host memory holds what that needs: the
         # hidden states of all completion tokens of a batch, and one output layer. The device's
         # stream writes and reads them; the host waits for neither.

@@ -55,14 +55,13 @@ class ScoringClient(Closing):
         """Request the logprobs of the target tokens of these sequences."""
         assert not self._open and not self._waiting, "a batch at a time"
         self._found, self._progress_at = {}, time.monotonic()
-        self._wanted, requests = {}, []
+        self._wanted = {}
         for token_ids, targets in rows_of(sequences):
             if len(targets):  # a branch may have only tokens that another one learns
                 first = int(targets[0])
-                requests.append(LogprobRequest(self._next_id, token_ids, first))
+                self._waiting.append(LogprobRequest(self._next_id, token_ids, first))
                 self._wanted[self._next_id] = targets - first
                 self._next_id += 1
-        self._waiting.extend(requests)
 
     def take(self, limit_s: float) -> np.ndarray | None:
         """[target tokens of all sequences, end to end] float32; None: not within limit_s.

@@ -53,7 +53,7 @@ from megatron_rl.trainer.optimizer import (
     step_if_finite,
     zero_gradients,
 )
-from megatron_rl.trainer.reference import EmaReference, open_reference
+from megatron_rl.trainer.reference import EmaReference, SwappedReference, open_reference
 from megatron_rl.trainer.scoring_client import Scorer
 from megatron_rl.trainer.step_records import StepProfile, TokenRecord
 from megatron_rl.trainer.value_head import ValueHead, first_tokens
@@ -129,7 +129,9 @@ class Trainer:
             own = [self.logprobs(minibatch) for minibatch in minibatches]
         reference: list[list[Prepared]] = [[] for _ in minibatches]
         if self.reference is not None:
-            reference = self.reference.compute_log_probs(self._passes, minibatches, before_swap)
+            if isinstance(self.reference, SwappedReference):
+                before_swap()
+            reference = self.reference.compute_log_probs(self._passes, minibatches)
         return [
             [replace(p or Prepared(), proximal_logprobs=mine) for mine, p in zip_longest(*parts)]
             for parts in zip(own, reference, strict=True)

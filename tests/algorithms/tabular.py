@@ -205,7 +205,7 @@ def _gradient_of_groups(
     def utility(leaf: Tensor) -> Tensor:
         logprobs = table.logprobs(leaf)[places].flatten()
         kl = None
-        if objective.needs_reference_kl:
+        if objective.cfg.kl.is_exact:
             kl = table.kl_of_positions(leaf, reference)[places].flatten()
         values = None if value is None else torch.full((len(sequences),), value)
         tokens = tokens_of(batch, logprobs, prepared, version=0, reference_kl=kl, values=values)

@@ -49,6 +49,18 @@ SHARDED = "parallel.distributed_optimizer=true"
             "model.head_dtype=float32 generator.engine=hf",
             "head_dtype='float32' with generator.engine='hf', which rounds logits to model.dtype",
         ),
+        (
+            "generator.engine=vllm generator.tensor_parallel=2",
+            "generator.tensor_parallel=2: generator.engine='vllm' has one rank",
+        ),
+        (
+            "generator.engine=vllm generator.quantization=fp8",
+            "generator.quantization='fp8' needs an engine that quantises",
+        ),
+        (
+            "generator.engine=vllm train.router_replay=true",
+            "train.router_replay needs an engine that returns its expert choices",
+        ),
         ("model.fp8=blockwise expert.model.layers=local", "'blockwise' needs expert.model.layers="),
         ("model.fp8=tensorwise model.dtype=float32", "'tensorwise' needs model.dtype='bfloat16'"),
         ("expert.model.fp8_parameters=true", "need FP8, and model.fp8='none'"),

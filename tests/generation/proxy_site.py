@@ -85,7 +85,7 @@ class Site:
     def take(self, renderer: Renderer) -> None:
         """Hold conversations with this model."""
         self.engine = ScriptedEngine(renderer)
-        health = EngineHealth.of(self.engine, 300.0)
+        health = EngineHealth(300.0, counts_passes=False)
         environments = Environments({TASK: self.target}, self.host, self.proxy)
         self.episodes = Episodes(Work(self.engine, renderer, health, Activity()), environments)
 

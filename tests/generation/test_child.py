@@ -1,14 +1,16 @@
 """A server child: its log, its end, and that it does not outlive its parent."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
+import pytest
 
-from generation.child import ServerChild
+from generation.child import ChildFailed, ServerChild, ask
 
 PARENT = """
 import asyncio, os, sys
@@ -47,3 +49,34 @@ def test_it_dies_when_its_parent_is_killed(tmp_path: Path) -> None:
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the child lives on"
         time.sleep(0.02)
+
+
+ANSWERING = """
+import os, sys, time
+asked = sys.stdin.read()
+if asked == "sleep":
+    os.fork()
+    time.sleep(600)
+sys.exit("first" + os.linesep + "last") if asked == "fail" else print(asked[::-1], end="")
+"""
+
+
+def test_a_child_answers_fails_or_ends_at_the_limit_with_all_that_it_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "answering.py").write_text(ANSWERING)
+    monkeypatch.chdir(tmp_path)
+    assert ask("answering", b"abc", os.environ, 60) == b"cba"
+    with pytest.raises(ChildFailed, match="^last$"):
+        ask("answering", b"fail", os.environ, 60)
+    with pytest.raises(ChildFailed, match="^no answer in 2 s$"):
+        ask("answering", b"sleep", os.environ, 2)
+    while any(map(is_answering, psutil.process_iter())):
+        time.sleep(0.05)
+
+
+def is_answering(process: psutil.Process) -> bool:
+    try:
+        return process.cmdline()[-1:] == ["answering"]
+    except psutil.Error:
+        return False

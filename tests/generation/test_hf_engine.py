@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from generation.hf_requests import first_token_at
+from generation.hf_manager import first_token_at
 
 
 def test_first_token_is_timed_by_the_hosts_clock() -> None:

@@ -136,7 +136,7 @@ async def _serve(engine: CountedEngine, renderer: Renderer, work: Work) -> None:
     with AsyncRouter("127.0.0.1", port, endpoint=SCORER) as router:
         serving = asyncio.create_task(Scorer(engine, router, 4, Judge(engine, renderer, 4)).run())
         dealer = AsyncDealer(f"127.0.0.1:{port}", "generator-0-judge", endpoint=SCORER)
-        async with JudgeClient(dealer, answer_within_s=30.0) as client:
+        async with JudgeClient(dealer, answer_within_s=30.0).receiving() as client:
             await work(client, engine)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -243,7 +243,7 @@ def test_a_judge_answers_although_the_first_message_of_every_kind_is_lost(
         with LossyAsyncRouter(port, loss) as router:
             serving = asyncio.create_task(Scorer(SlowEngine(), router, 4, judge).run())
             dealer = AsyncDealer(f"127.0.0.1:{port}", "generator-0-judge", endpoint=SCORER)
-            async with JudgeClient(dealer, answer_within_s=10.0) as client:
+            async with JudgeClient(dealer, answer_within_s=10.0).receiving() as client:
                 found = [await client.ask(JudgeInput(asked, ["Yes", "No"], 0))]
                 found.append(await client.ask(JudgeInput(asked, [""], 0)))
                 # More than the scorer takes at once.
@@ -266,7 +266,7 @@ def test_without_an_answer_the_episode_fails_and_has_no_reward(tmp_path: Path) -
     async def play() -> None:
         dealer = AsyncDealer(f"127.0.0.1:{free_port()}", "generator-0-judge", endpoint=SCORER)
         async with (
-            JudgeClient(dealer, answer_within_s=0.3) as client,
+            JudgeClient(dealer, answer_within_s=0.3).receiving() as client,
             EnvironmentHost(settings(tmp_path, paths=(str(tmp_path),))) as host,
         ):
             await host.run("graded:both_ways", prompt(), replies("a"), judge=client.ask)

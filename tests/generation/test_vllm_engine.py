@@ -24,22 +24,6 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"tensor_parallel": 2}, "generator.tensor_parallel"),
-        ({"quantization": "fp8"}, "generator.quantization"),
-        ({"returns_expert_choices": True}, "train.router_replay"),
-    ],
-)
-def test_what_it_cannot_do_is_refused(
-    models_dir: Path, tmp_path: Path, changes: dict[str, Any], named: str
-) -> None:
-    setup = make_setup(models_dir, tmp_path / "vllm.log", **changes)
-    with pytest.raises(EngineError, match=named):
-        vllm_command.refuse_unsuitable(setup)
-
-
-@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),

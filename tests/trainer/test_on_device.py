@@ -41,7 +41,7 @@ def values_of(objective: Objective, batch: MicroBatch) -> tuple[TokenLogprobs, l
     count = len(batch.targets)
     hidden, weight = rows(count, HIDDEN), rows(PADDED, HIDDEN)
     reference = None
-    if objective.needs_reference_kl:
+    if objective.cfg.kl.is_exact:
         reference = ReferenceLayer(rows(count, HIDDEN).detach(), rows(PADDED, HIDDEN).detach())
     layer = OutputLayer(
         weight, VOCAB, dist.group.WORLD, 1.0, CHUNK,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from generation.async_sockets import AsyncRouter
+from generation.engine import RequestRefused
 from generation.scorer import Scorer
-from generation.scoring_engine import RequestRefused
 from megatron_rl.protocol.process import TrainingStopped
 from megatron_rl.protocol.types import AnyMessage, TrainSequence
 from megatron_rl.trainer import scoring_client

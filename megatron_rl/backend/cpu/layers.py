@@ -18,12 +18,16 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
@@ -34,7 +38,6 @@ from torch import Tensor
 
 from megatron_rl.backend.context import gathered_places, own_chunks
 from megatron_rl.backend.cpu.folding import FoldedSeqParams
-from megatron_rl.backend.cpu.latent_attention import use_latents
 from megatron_rl.backend.cpu.packed_attention import (
     Attention,
     PackedSelfAttention,
@@ -224,6 +227,37 @@ class CausalAttention(MegatronModule):
         )
 
 
+class WholeLinear(torch.nn.Module):
+    """A product with a matrix that is whole on every tensor rank."""
+
+    def __init__(self, inputs: int, outputs: int, config: MLATransformerConfig) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+        # finalize_model_grads sums the gradients of marked parameters over the tensor group.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """[..., outputs], and no bias that is left to add."""
+        return F.linear(x, self.weight), None
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's, with the projections to latents as in TransformerEngine's layers.
+
+    Its local layers divide them among tensor ranks and gather the result. In megatron-core 0.16.1
+    the gradient of the rotated keys would then be that of a rank's own heads alone.
+    """
+
+    config: MLATransformerConfig
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = WholeLinear(config.hidden_size, config.q_lora_rank, config)
+        width = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = WholeLinear(config.hidden_size, width, config)
+
+
 class ExpertOutput(RowParallelLinear):
     """The last product of an expert with biases.
 
@@ -280,10 +314,24 @@ def layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     attention = layer.self_attention.submodules
     attention.core_attention = CausalAttention
     if config.multi_latent_attention:
-        use_latents(layer, RMSNorm)
+        _use_latents(layer)
         return spec
     layer.self_attention.module = PackedSelfAttention
     if config.qk_layernorm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
     return spec
+
+
+def _use_latents(submodules: Any) -> None:
+    attention = submodules.self_attention
+    attention.module = LatentAttention
+    attention.submodules.q_layernorm = RMSNorm
+    attention.submodules.kv_layernorm = RMSNorm
+    # TransformerEngine's names in checkpoints, which Megatron sets for ordinary attention alone.
+    submodules.sharded_state_dict_keys_map.update(
+        {
+            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+        }
+    )

@@ -50,7 +50,6 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.parallel import ParallelConfig, stage_layers
 from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.config.tree import Config
-from megatron_rl.trainer.model.latent import latent_fields
 from megatron_rl.trainer.model.mixture import mark_divided, mixture_fields
 from megatron_rl.trainer.model.rotation import set_factor, set_rotation
 from megatron_rl.weights.layout.rotary import rotation_factor, softmax_scale
@@ -192,7 +191,7 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
         config = TransformerConfig(**values)
         set_factor(config, rotation_factor(shape))
         return config
-    return MLATransformerConfig(**{**values, **latent_fields(shape)})
+    return MLATransformerConfig(**{**values, **_latents(shape)})
 
 
 def _parameters(model: ModelConfig) -> dict[str, Any]:
@@ -269,6 +268,26 @@ def _sizes(shape: ModelShape) -> dict[str, Any]:
         "no_rope_freq": _marks(shape, shape.unrotated_layers, inside=1),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+    }
+
+
+def _latents(shape: ModelShape) -> dict[str, Any]:
+    """What latent attention (MLATransformerConfig) has besides ordinary one, or otherwise."""
+    scaling = shape.rope_scaling
+    return {
+        "q_lora_rank": shape.q_rank or None,
+        "kv_lora_rank": shape.kv_rank,
+        "qk_head_dim": shape.nope_dim,
+        "qk_pos_emb_head_dim": shape.rotary_dim,
+        "v_head_dim": shape.value_dim,
+        "qk_layernorm": True,
+        # Megatron's own embedding for yarn is not used: see `set_angles`. Its factor of scores is.
+        "rope_type": "rope",
+        "rotary_base": shape.rope_theta,
+        "rotary_scaling_factor": scaling.factor if scaling else 1.0,
+        "mscale_all_dim": scaling.mscale_all_dim if scaling else 0.0,
+        # The fused kernel takes the angles of that embedding.
+        "apply_rope_fusion": False,
     }
 
 

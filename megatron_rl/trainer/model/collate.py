@@ -52,11 +52,6 @@ class MicroBatch:
     """As in MinibatchShare."""
 
     @property
-    def longest(self) -> int:
-        """Positions of the longest sequence."""
-        return max(self.lengths)
-
-    @property
     def rows(self) -> int:
         """Positions of the sequences laid end to end; each sequence counts shared positions."""
         if self.folding is not None:
@@ -104,7 +99,7 @@ def collate(
         assert sequence_multiple == 1 and not choice_width
         return _collate_shared(sequences, multiple)
     rows = rows_of(sequences)
-    padded = [_pad(ids, sequence_multiple) for ids, _ in rows]
+    padded = [np.pad(ids, (0, -len(ids) % sequence_multiple)) for ids, _ in rows]
     missing = -sum(map(len, padded)) % multiple
     lengths = [len(ids) for ids in padded] + ([missing] if missing else [])
     tokens = np.concatenate([*padded, np.zeros(missing, np.int32)])
@@ -308,10 +303,6 @@ def check_fits(tokens: int, positions: int) -> None:
             f"{positions} positions of a microbatch; raise train.microbatch_tokens to at least "
             f"{tokens}, or leave longer ones out"
         )
-
-
-def _pad(token_ids: np.ndarray, multiple: int) -> np.ndarray:
-    return np.pad(token_ids, (0, -len(token_ids) % multiple))
 
 
 def _choices(

@@ -10,8 +10,8 @@ import sys
 sys.path.append(sys.argv[1])
 import torch
 from sglang.srt.mem_cache.allocator import token
-import cache_memory
-cache_memory.install_sorted(token)
+import batched_attention
+batched_attention.install_sorted(token)
 slots = token.TokenToKVPoolAllocator(8, torch.float32, "cpu", None, need_sort=False)
 taken = slots.alloc(8)
 for one in (5, 2, 7, 1):

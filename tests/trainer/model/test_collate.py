@@ -30,7 +30,7 @@ def test_each_row_predicts_the_token_after_it() -> None:
     assert batch.tokens.tolist() == [[10, 11, 12, 13, 20, 21, 22]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
     assert batch.sequence_starts.tolist() == [0, 4, 7]
-    assert batch.longest == 4
+    assert max(batch.lengths) == 4
     # Positions 1 and 2 (tokens 11, 12) predict 12 and 13; 4 and 5 (20, 21) predict 21 and 22.
     assert batch.loss_positions.tolist() == [1, 2, 4, 5]
     assert batch.targets.tolist() == [12, 13, 21, 22]

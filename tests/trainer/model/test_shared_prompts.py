@@ -18,7 +18,7 @@ def test_a_prompt_is_computed_once_and_no_last_token() -> None:
     # 10 11 | 12 | 20 21 | 10: another prompt, of one token, whose only target is its own.
     assert batch.tokens.tolist() == [[10, 11, 12, 20, 21, 10]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 2, 3, 0]]
-    assert batch.sequence_starts.tolist() == [0, 3, 7, 8] and batch.longest == 4
+    assert batch.sequence_starts.tolist() == [0, 3, 7, 8] and max(batch.lengths) == 4
     assert batch.folding.positions.tolist() == [0, 1, 2, 0, 1, 3, 4, 5]
     assert batch.folding.rows.tolist() == [0, 1, 2, 5, 6, 7]
     # Position 1 predicts the first token of both completions.

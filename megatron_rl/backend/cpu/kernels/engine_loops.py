@@ -22,24 +22,22 @@ WIDTH_MAX = 8192
 SAMPLE_BLOCK = 1024
 """Of `engine_sampling.cpp`."""
 
-_POINTER, _INT, _LONG, _FLOAT = (
-    ctypes.c_void_p,
-    ctypes.c_int,
-    ctypes.c_int64,
-    ctypes.c_float,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Loops:
-    """The compiled functions, ready to be called with addresses and numbers."""
-
-    add_norm: ctypes._CFuncPtr
-    silu_multiply: ctypes._CFuncPtr
-    rotate: ctypes._CFuncPtr
-    attend: ctypes._CFuncPtr
-    store: ctypes._CFuncPtr
-    sample: ctypes._CFuncPtr
+_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+_FUNCTIONS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "add_norm": ("engine_layers", (_INT, *[_POINTER] * 4, _LONG, _LONG, _FLOAT)),
+    "silu_multiply": ("engine_layers", (_INT, _POINTER, _POINTER, _LONG, _LONG)),
+    "rotate": ("engine_layers", (_INT, _POINTER, *[_LONG] * 3, _POINTER, _POINTER, _LONG)),
+    "attend": (
+        "engine_attention",
+        (_INT, _POINTER, _LONG, *[_POINTER] * 4, _LONG, *[_POINTER] * 3, *[_LONG] * 4, _FLOAT),
+    ),
+    "store": (
+        "engine_attention",
+        (_INT, _POINTER, _LONG, _POINTER, _LONG, *[_POINTER] * 3, _LONG, _LONG),
+    ),
+    "sample": ("engine_sampling", (_INT, _POINTER, *[_LONG] * 3, *[_POINTER] * 5)),
+}
+"""Source and types of the arguments of each function, whose name there begins with engine_."""
 
 
 @functools.cache
@@ -54,39 +52,13 @@ def are_available() -> bool:
 
 
 @functools.cache
-def compiled() -> Loops:
-    """The loops. Raises build.CompilerFailed, the first time after trying the compiler."""
-    layers = build.load("engine_layers")
-    attention = build.load("engine_attention")
-    sampling = build.load("engine_sampling")
-    return Loops(
-        _typed(layers.engine_add_norm, _INT, *[_POINTER] * 4, _LONG, _LONG, _FLOAT),
-        _typed(layers.engine_silu_multiply, _INT, _POINTER, _POINTER, _LONG, _LONG),
-        _typed(
-            layers.engine_rotate,
-            *(_INT, _POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _LONG),
-        ),
-        _typed(
-            attention.engine_attend,
-            *(_INT, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _POINTER, _LONG),
-            *(_POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _FLOAT),
-        ),
-        _typed(
-            attention.engine_store,
-            *(_INT, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _POINTER),
-            *(_LONG, _LONG),
-        ),
-        _typed(
-            sampling.engine_sample,
-            *(_INT, _POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER),
-            *(_POINTER, _POINTER),
-        ),
-    )
-
-
-def _typed(function: ctypes._CFuncPtr, *types: type) -> ctypes._CFuncPtr:
-    function.argtypes = types
-    return function
+def compiled() -> dict[str, ctypes._CFuncPtr]:
+    """The functions by name, which take addresses and numbers. Raises build.CompilerFailed."""
+    found = {}
+    for name, (source, types) in _FUNCTIONS.items():
+        found[name] = getattr(build.load(source), f"engine_{name}")
+        found[name].argtypes = types
+    return found
 
 
 def can_run(*tensors: torch.Tensor) -> bool:
@@ -112,7 +84,7 @@ def add_norm(
     x, residual: [rows, width], contiguous; the sum and the norm are computed in float32.
     """
     out = torch.empty_like(x)
-    compiled().add_norm(
+    compiled()["add_norm"](
         DTYPES[x.dtype],
         x.data_ptr(),
         None if residual is None else residual.data_ptr(),
@@ -129,7 +101,7 @@ def silu_multiply(x: torch.Tensor) -> torch.Tensor:
     """[rows, width] silu(gate) * up of x, [rows, 2 * width] contiguous: gates, then ups."""
     rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty(rows, width, dtype=x.dtype)
-    compiled().silu_multiply(DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), rows, width)
+    compiled()["silu_multiply"](DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), rows, width)
     return out
 
 
@@ -139,7 +111,7 @@ def rotate(x: torch.Tensor, size: int, table: torch.Tensor, positions: torch.Ten
     x: [rows, heads * size], rows may lie apart; table: [positions, size], cosines and then sines;
     positions: [rows] int64. size is even.
     """
-    compiled().rotate(
+    compiled()["rotate"](
         DTYPES[x.dtype],
         x.data_ptr(),
         x.stride(0),
@@ -163,7 +135,7 @@ def store(
     keys, values: [rows, KV heads, size], rows may lie apart; pools: [slots, KV heads, size];
     slots: [rows] int64.
     """
-    compiled().store(
+    compiled()["store"](
         DTYPES[keys.dtype],
         keys.data_ptr(),
         keys.stride(0),
@@ -200,7 +172,7 @@ def attend(
     query, output: [tokens, heads, size]; pools: [slots, KV heads, size].
     """
     table, query_lens = requests.table, requests.query_lens
-    compiled().attend(
+    compiled()["attend"](
         DTYPES[query.dtype],
         query.data_ptr(),
         query.stride(0),
@@ -231,7 +203,7 @@ def sample(
     tokens = torch.empty(rows, dtype=torch.int64)
     logprobs = torch.empty(rows, dtype=torch.float32)
     blocks = torch.empty(-(-width // SAMPLE_BLOCK), dtype=torch.float64)
-    compiled().sample(
+    compiled()["sample"](
         DTYPES[logits.dtype],
         logits.data_ptr(),
         logits.stride(0),

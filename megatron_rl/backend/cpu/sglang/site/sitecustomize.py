@@ -34,12 +34,14 @@ class Patch(NamedTuple):
 
 
 PATCHES = {
-    "sglang.srt.state_capturer.base": Patch("cache_memory:install_unpinned"),
-    "sglang.srt.layers.quantization.fp8": Patch("quantised_linear"),
-    "sglang.srt.models.deepseek_common.attention_backend_handler": Patch("latent_attention"),
-    "sglang.srt.layers.rotary_embedding.factory": Patch("latent_attention:install_rotary"),
-    "sglang.srt.arg_groups.model_hook": Patch("attention_sinks:install_choice"),
-    "sglang.srt.models.gpt_oss": Patch("attention_sinks"),
+    "sglang.srt.state_capturer.base": Patch("needed_on_cpu:install_choices"),
+    "sglang.srt.layers.quantization.fp8": Patch("needed_on_cpu:install_fp8"),
+    "sglang.srt.models.deepseek_common.attention_backend_handler": Patch(
+        "needed_on_cpu:install_latents"
+    ),
+    "sglang.srt.layers.rotary_embedding.factory": Patch("needed_on_cpu:install_latent_rotary"),
+    "sglang.srt.arg_groups.model_hook": Patch("needed_on_cpu:install_sink_choice"),
+    "sglang.srt.models.gpt_oss": Patch("needed_on_cpu:install_sinks"),
     # The generator's own way to the scheduler: `generation/sglang_direct.py`.
     "sglang.srt.managers.scheduler": Patch("direct_requests", "0.5.23"),
     "sglang.srt.layers.attention.torch_native_backend": Patch("batched_attention", "0.5.23"),
@@ -55,7 +57,7 @@ PATCHES = {
     ),
     "sglang.srt.layers.sampler": Patch("inverse_sampling", "0.5.23"),
     "sglang.srt.sampling.sampling_batch_info": Patch("seeded_draws", "0.5.23"),
-    "sglang.srt.mem_cache.allocator.token": Patch("cache_memory:install_sorted", "0.5.23"),
+    "sglang.srt.mem_cache.allocator.token": Patch("batched_attention:install_sorted", "0.5.23"),
     "torch": Patch("megatron_rl.backend.no_compiler", "0.5.23"),
 }
 """By the module that is changed."""
