@@ -242,7 +242,7 @@ def commented_toml() -> str:
 
 
 def _table(table: Table) -> str:
-    lines = [*_comment(table.meaning), _mark(_heading(table.key), is_set=table.is_given)]
+    lines = [*_comment(table.meaning), _mark(heading(table.key), is_set=table.is_given)]
     for entry in table.entries:
         lines += _comment(explain(entry))
         is_open = entry.default in (None, AUTO) or entry.key in REQUIRED
@@ -252,11 +252,11 @@ def _table(table: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _heading(key: str) -> str:
-    """TOML's header of a table, given the key of one of its items."""
+def heading(key: str) -> str:
+    """TOML's header of a table, given its key, or the key of an item of a list."""
     parts = key.split(".")
-    name = ".".join(part for part in parts if part != ITEM)
-    return f"[[{name}]]" if parts[-1] == ITEM else f"[{name}]"
+    name = ".".join(part for part in parts if not part.isdigit())
+    return f"[[{name}]]" if parts[-1].isdigit() else f"[{name}]"
 
 
 def _is_of_preset(key: str) -> bool:
@@ -300,7 +300,7 @@ def markdown() -> str:
             for entry in table.entries
         ]
         parts += [
-            f"## `{_heading(table.key)}`\n",
+            f"## `{heading(table.key)}`\n",
             f"{table.meaning}\n",
             "| key | takes | default | meaning |\n|---|---|---|---|",
             "\n".join(rows) + "\n",
