@@ -150,16 +150,16 @@ def check_positions(config: Config) -> None:
     if engine not in ("sglang", "vllm") or not (config.train.steps or config.eval.is_wanted):
         return
     values = read_values(config.model.path / "config.json")
-    _refuse_longer(longest, values, f"model.path = {config.model.path}")
+    _refuse_longer(longest, values, f"model.path = {config.model.path}", engine)
 
 
-def _refuse_longer(longest: int, values: Mapping[str, Any], model: str) -> None:
+def _refuse_longer(longest: int, values: Mapping[str, Any], model: str, engine: str) -> None:
     """Raise InputError if the model has fewer positions. values: of its config.json."""
     positions = positions_of(values)
     if positions is not None and longest > positions:
         raise InputError(
             f"generator.context_tokens = {longest} is above the {positions} positions of {model} "
-            "(max_position_embeddings in config.json, with its rotary scaling), and its engine "
+            f"(max_position_embeddings in config.json, with its rotary scaling), and {engine} "
             "serves no longer sequences: lower it, and sampling.max_new_tokens with it, or choose "
             "another model"
         )
@@ -339,7 +339,7 @@ def check_scorer(config: Config, shape: ModelShape, own: ModelShape, folder: Pat
     check_engine_tensor(ranks, shape.heads, normed_heads=normed, key=key)
     values = {"max_position_embeddings": shape.max_positions, **read_values(folder / "config.json")}
     model = f"algorithm.reference.policy = {folder}"
-    _refuse_longer(config.generator.context_tokens, values, model)
+    _refuse_longer(config.generator.context_tokens, values, model, "sglang")
     if shape.vocab - own.vocab > MAX_FOREIGN_IDS:
         raise InputError(
             f"algorithm.reference.policy: {folder} has {shape.vocab - own.vocab} token ids more "
