@@ -100,10 +100,9 @@ def check_scorer_ports(config: Config, address: str) -> None:
 
     The first node chose `expert.ports.scorer` by what is free there. address: this node's.
     """
-    ports = [port for key, port in listed_ports(config) if key == "expert.ports.scorer"]
     # Trainer ranks connect to the first, only the scorer to its engine's.
-    for host, port in zip((address, LOOPBACK[0], LOOPBACK[0]), ports, strict=True):
-        _check_here("scorer", host, port, config)
+    for part, host in enumerate((address, LOOPBACK[0], LOOPBACK[0])):
+        _check_here("scorer", host, config.ports.scorer + part, config)
 
 
 def _check_here(name: str, host: str, port: int, config: Config) -> None:
