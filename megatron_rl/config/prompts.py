@@ -285,6 +285,10 @@ class RenderConfig(Section):
         is_set = not (self.thinking.is_auto or self.thinking.is_none)
         return self.thinking if is_set else HOUSE_TAGS
 
+    def has_template_of(self, other: Self) -> bool:
+        """Whether both replace the tokenizer's chat template by the same text, or neither does."""
+        return self.chat_template == other.chat_template
+
     def for_model(self, parameters: int) -> Self:
         """The settings with `demonstrate` decided, for a model of this size."""
         if self.demonstrate != "auto":

@@ -179,7 +179,7 @@ def _check_model(config: Config) -> None:
     earlier = earlier_config(run_dir)
     if earlier is None:
         return
-    if config.render.chat_template != earlier.render.chat_template:
+    if not config.render.has_template_of(earlier.render):
         raise InputError(
             f"render.chat_template is another text than {run_dir / CONFIG} has, and a run has one "
             "chat template: put the old text back, or name another folder with --run-dir DIR (and "
