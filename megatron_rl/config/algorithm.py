@@ -3,12 +3,12 @@
 A preset (`presets.py`) fills in keys that are not given.
 """
 
-import difflib
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
+from megatron_rl.config.lookup import nearest
 from megatron_rl.config.presets import PRESETS
 from megatron_rl.config.section import Section, merged
 
@@ -257,8 +257,7 @@ class AlgorithmConfig(Section):
             return given
         name = given.get("preset", "magistral")
         if name not in PRESETS:
-            nearest = difflib.get_close_matches(str(name), PRESETS, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            hint = nearest(str(name), PRESETS)
             if str(name).lower() in _WITH_A_CRITIC:
                 hint = (
                     ". There is no critic here: advantages come from groups of completions. For "

@@ -21,7 +21,7 @@ from megatron_rl.config.foreign.rules import Nearest, NoCounterpart, Refused, Ru
 from megatron_rl.config.foreign.settings import PRIME, SLIME, TRL, VERL, Foreign, Unread
 from megatron_rl.config.layers import Layers, leaves
 from megatron_rl.config.presets import PRESETS
-from megatron_rl.config.reference import tables, value_text
+from megatron_rl.config.reference import heading, tables, value_text
 from megatron_rl.config.tree import Config
 
 _TABLES = {VERL: verl, TRL: trl, PRIME: prime, SLIME: slime}
@@ -70,7 +70,7 @@ class Imported:
         if self.fault:
             lines += ["# It does not load yet:", *_comments(self.fault.splitlines())]
         for section, keys in groupby(sorted(self.values, key=_place), key=_section):
-            lines += ["", _header(section)]
+            lines += ["", heading(section)]
             for key in keys:
                 name = key.rpartition(".")[2]
                 text = f"{name} = {value_text(self.values[key])}"
@@ -319,12 +319,6 @@ def _place(key: str) -> tuple[int, list[tuple[int, str]]]:
     first = section.partition(".")[0]
     parts = [(int(p), "") if p.isdigit() else (0, p) for p in section.split(".")]
     return list(Config.model_fields).index(first), parts
-
-
-def _header(section: str) -> str:
-    parts = section.split(".")
-    name = ".".join(part for part in parts if not part.isdigit())
-    return f"[[{name}]]" if parts[-1].isdigit() else f"[{name}]"
 
 
 def _shown(value: Any) -> str:

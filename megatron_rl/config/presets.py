@@ -23,6 +23,8 @@ _GROUP = {"name": "group"}
 _SUM = {"name": "sequence_sum"}
 _SYMMETRIC = {"eps_low": 0.2, "eps_high": 0.2}
 _RECOMPUTED = {"old_logprobs": "recompute"}
+_SUMMED = {"normalization": _NONE, "aggregation": _SUM, "policy_loss": _REINFORCE}
+_REGRESSION = {**_SUMMED, "reference": {"policy": "start"}, "zero_variance_groups": "keep"}
 
 PRESETS: dict[str, Preset] = {
     "magistral": Preset(
@@ -53,21 +55,14 @@ PRESETS: dict[str, Preset] = {
     "rloo": Preset(
         "Back to Basics, arXiv 2402.14740, section 3.2",
         "on-policy and unbiased; needs max_staleness 0",
-        {
-            "advantage_estimator": {"name": "leave_one_out"},
-            "normalization": _NONE,
-            "aggregation": _SUM,
-            "policy_loss": _REINFORCE,
-        },
+        {**_SUMMED, "advantage_estimator": {"name": "leave_one_out"}},
     ),
     "reinforce": Preset(
         "Williams, Machine Learning 8 (1992), eq. 4",
         "the baseline of baselines: no group is needed, and its variance is large",
         {
+            **_SUMMED,
             "advantage_estimator": {"name": "reward"},
-            "normalization": _NONE,
-            "aggregation": _SUM,
-            "policy_loss": _REINFORCE,
             "zero_variance_groups": "keep",
         },
     ),
@@ -131,41 +126,29 @@ PRESETS: dict[str, Preset] = {
         "AGRO, arXiv 2503.19612, section 3",
         "off-policy data of any age, without importance ratios",
         {
+            **_REGRESSION,
             "advantage_estimator": {"name": "leave_one_out"},
-            "normalization": _NONE,
-            "aggregation": _SUM,
-            "policy_loss": _REINFORCE,
             "shaping": {"name": "regression", "baseline": "group"},
-            "reference": {"policy": "start"},
-            "zero_variance_groups": "keep",
         },
     ),
     "spo": Preset(
         "Soft Policy Optimization, arXiv 2503.05453, section 3",
         "off-policy data; variety rather than the mean",
         {
+            **_REGRESSION,
             "advantage_estimator": {"name": "reward"},
-            "normalization": _NONE,
-            "aggregation": _SUM,
-            "policy_loss": _REINFORCE,
             # A soft value above most rewards lowers logprobs, which only the reference opposes. At
             # 1e-3, the default for a group's mean, it weighs too little: the policy collapses.
             "shaping": {"name": "regression", "baseline": "soft", "temperature": 0.3},
-            "reference": {"policy": "start"},
-            "zero_variance_groups": "keep",
         },
     ),
     "dro": Preset(
         "DRO, arXiv 2405.19107, section 3.2",
         "recorded single completions with rewards, such as thumbs: no groups are needed",
         {
+            **_REGRESSION,
             "advantage_estimator": {"name": "reward"},
-            "normalization": _NONE,
-            "aggregation": _SUM,
-            "policy_loss": _REINFORCE,
             "shaping": {"name": "regression", "baseline": "value", "temperature": 1.0},
-            "reference": {"policy": "start"},
-            "zero_variance_groups": "keep",
         },
     ),
     "jepo": Preset(

@@ -87,7 +87,7 @@ class Table:
 
 def tables() -> list[Table]:
     """All sections of the tree, each before its subsections."""
-    found = list(_sections(Config, _Place("", "", Config(), is_given=True)))
+    found = list(_sections(Config, "", "", Config(), is_given=True))
     plain = [_part(table, expert=False) for table in found]
     experts = [_part(table, expert=True) for table in found]
     return [table for table in [*plain, *experts] if table.entries]
@@ -125,42 +125,35 @@ def _same(parts: Sequence[str], given: Sequence[str]) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The place of a section in the tree."""
+def _sections(
+    model: type[Section], key: str, meaning: str, value: Section | None, *, is_given: bool
+) -> Iterator[Table]:
+    """The table of a section, then those of its subsections.
 
-    key: str
-    meaning: str
-    """Text of the field that holds the section."""
-    value: Section | None
-    """Its defaults at this place; None: it does not exist by default."""
-    is_given: bool
-
-
-def _sections(model: type[Section], place: _Place) -> Iterator[Table]:
+    meaning: of the field that holds it. value: its defaults there; None: it does not exist by
+    default.
+    """
     entries: list[Entry] = []
-    inner: list[tuple[type[Section], _Place]] = []
+    inner: list[Iterator[Table]] = []
     for name, field in model.model_fields.items():
-        path = f"{place.key}.{name}" if place.key else name
+        path = f"{key}.{name}" if key else name
         section, form = _section_of(field.annotation)
         if section is None:
-            entries.append(_entry(path, field, place.value))
+            entries.append(_entry(path, field, value))
             continue
-        meaning, held = _text(field.description), None
+        held = None
         if form == "itself":
-            value = place.value
             found = getattr(value, name) if value is not None else _default_of(field)
             held = found if isinstance(found, Section) else None
         else:
             path = f"{path}.{ITEM if form == 'list' else NAME}"
-        is_given = place.is_given and held is not None
-        inner.append((section, _Place(path, meaning, held, is_given)))
+        is_there = is_given and held is not None
+        inner.append(_sections(section, path, _text(field.description), held, is_given=is_there))
     if entries:
-        meanings = (place.meaning, _text(model.__doc__))
-        meaning = " ".join(text for text in meanings if text)
-        yield Table(place.key, meaning, tuple(entries), place.is_given)
-    for section, there in inner:
-        yield from _sections(section, there)
+        told = " ".join(filter(None, [meaning, _text(model.__doc__)]))
+        yield Table(key, told, tuple(entries), is_given)
+    for below in inner:
+        yield from below
 
 
 def _section_of(annotation: Any) -> tuple[type[Section] | None, str]:
@@ -242,7 +235,7 @@ def commented_toml() -> str:
 
 
 def _table(table: Table) -> str:
-    lines = [*_comment(table.meaning), _mark(_heading(table.key), is_set=table.is_given)]
+    lines = [*_comment(table.meaning), _mark(heading(table.key), is_set=table.is_given)]
     for entry in table.entries:
         lines += _comment(explain(entry))
         is_open = entry.default in (None, AUTO) or entry.key in REQUIRED
@@ -252,11 +245,11 @@ def _table(table: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _heading(key: str) -> str:
-    """TOML's header of a table, given the key of one of its items."""
+def heading(key: str) -> str:
+    """TOML's header of a table, given its key, or the key of an item of a list."""
     parts = key.split(".")
-    name = ".".join(part for part in parts if part != ITEM)
-    return f"[[{name}]]" if parts[-1] == ITEM else f"[{name}]"
+    name = ".".join(part for part in parts if not part.isdigit())
+    return f"[[{name}]]" if parts[-1].isdigit() else f"[{name}]"
 
 
 def _is_of_preset(key: str) -> bool:
@@ -300,7 +293,7 @@ def markdown() -> str:
             for entry in table.entries
         ]
         parts += [
-            f"## `{_heading(table.key)}`\n",
+            f"## `{heading(table.key)}`\n",
             f"{table.meaning}\n",
             "| key | takes | default | meaning |\n|---|---|---|---|",
             "\n".join(rows) + "\n",

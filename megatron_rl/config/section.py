@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import pydantic
 
@@ -37,6 +37,11 @@ class Section(pydantic.BaseModel):
         if value == "" or (isinstance(value, list) and "" in value):
             raise ValueError(f"{info.field_name} is an empty path: give a file or folder")
         return value
+
+    def replaced(self, **sections: dict[str, Any]) -> Self:
+        """A copy with other values of these sections' keys, as it stands: nothing is checked."""
+        changed = {key: getattr(self, key).model_copy(update=new) for key, new in sections.items()}
+        return self.model_copy(update=changed)
 
 
 def merged(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

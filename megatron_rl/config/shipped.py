@@ -4,10 +4,10 @@ setup.py copies the folder into the package when it builds a wheel; a clone has 
 package.
 """
 
-import difflib
 from pathlib import Path
 
 from megatron_rl.config.errors import ConfigError
+from megatron_rl.config.lookup import nearest
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED = _PACKAGE / "examples"
@@ -39,8 +39,7 @@ def config_path(text: str) -> Path:
         return known[text]
     if _is_there(path) or path.suffix or len(path.parts) > 1:
         return path
-    nearest = difflib.get_close_matches(text, known, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     raise ConfigError(
-        f"--config {text}: neither a file nor one of the shipped {', '.join(known)}{hint}"
+        f"--config {text}: neither a file nor one of the shipped {', '.join(known)}"
+        f"{nearest(text, known)}"
     )

@@ -171,7 +171,7 @@ def answer_of(token_ids: list[int], renderer: Renderer, tags: ThinkTags) -> str 
     """Boxed answer behind one pair of think tags, else None."""
     ends = [i for i, token in enumerate(token_ids) if token in renderer.stop_ids]
     text = renderer.decode(token_ids[: ends[0]] if ends else token_ids)
-    start, end = map(re.escape, (tags.fill("{open}"), tags.fill("{close}")))
+    start, end = re.escape(tags.open), re.escape(tags.close)
     rest = f"((?!{start}|{end}).)*"
     found = re.match(rf"{start}{rest}{end}{rest}\\boxed\{{([^{{}}]*)\}}", text, re.DOTALL)
     return found[3].strip() if found else None

@@ -26,7 +26,7 @@ def pin_models(config: Config, earlier: Config | None, *, only_sizes: bool = Fal
     earlier: the configuration of the resumed run; its commits are kept. only_sizes: download
     config.json alone. Raises InputError.
     """
-    model, reference = config.model, config.algorithm.reference
+    model, algorithm = config.model, config.algorithm
     found = find_model(
         str(model.path),
         key="model.path",
@@ -35,20 +35,18 @@ def pin_models(config: Config, earlier: Config | None, *, only_sizes: bool = Fal
         only_sizes=only_sizes,
     )
     if found is not None:
-        model = model.model_copy(update={"path": found, "revision": found.name})
-        config = config.model_copy(update={"model": model})
-    if reference.folder is None:
+        config = config.replaced(model={"path": found, "revision": found.name})
+    if algorithm.reference.folder is None:
         return config
     found = find_model(
-        reference.policy,
+        algorithm.reference.policy,
         key="algorithm.reference.policy",
         old=None if earlier is None else earlier.algorithm.reference.folder,
         only_sizes=only_sizes,
     )
     if found is None:
         return config
-    reference = reference.model_copy(update={"policy": str(found)})
-    algorithm = config.algorithm.model_copy(update={"reference": reference})
+    algorithm = algorithm.replaced(reference={"policy": str(found)})
     return config.model_copy(update={"algorithm": algorithm})
 
 

@@ -60,8 +60,7 @@ def join(run_dir: Path, console: Console, *, generators: int, has_verifier: bool
 def _with_engine_ports(config: Config, indices: range) -> Config:
     """The config with ports of these generators' engines that are free on this node."""
     first = find_free(LOOPBACK[0], 2 * len(indices)) - 2 * indices[0]
-    ports = config.ports.model_copy(update={"engine": first})
-    return config.model_copy(update={"ports": ports})
+    return config.replaced(ports={"engine": first})
 
 
 def check_run(run_dir: Path, config: Config) -> Beat:

@@ -266,13 +266,7 @@ class LiveView:
 
     def _awaited_text(self, roles: dict[str, Role], now: float) -> str:
         running = {name: role for name, role in roles.items() if role.ended is None}
-        starting = [
-            name
-            for name, role in running.items()
-            if role.restarts is not None
-            and role.restarts.kind in _ENGINES
-            and not role.restarts.ready_path.exists()
-        ]
+        starting = [n for n, role in running.items() if role.kind in _ENGINES and not role.is_ready]
         waits = waits_text(self.state.waits, time.time()) if self._has_shown_rollouts else ""
         return waits or self._awaited.text(starting, list(running), now)
 

@@ -6,8 +6,10 @@ headers of its weights. Each check raises InputError.
 
 import importlib.metadata
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from generation.engine import EngineError
 from generation.vllm_command import installed_release, refuse_model
@@ -148,13 +150,18 @@ def check_positions(config: Config) -> None:
     if engine not in ("sglang", "vllm") or not (config.train.steps or config.eval.is_wanted):
         return
     values = read_values(config.model.path / "config.json")
+    _refuse_longer(longest, values, f"model.path = {config.model.path}", engine)
+
+
+def _refuse_longer(longest: int, values: Mapping[str, Any], model: str, engine: str) -> None:
+    """Raise InputError if the model has fewer positions. values: of its config.json."""
     positions = positions_of(values)
     if positions is not None and longest > positions:
         raise InputError(
-            f"generator.context_tokens = {longest} is above the {positions} positions of "
-            f"model.path = {config.model.path} (max_position_embeddings in config.json, with its "
-            f"rotary scaling), and {engine} serves no longer sequences: lower it, and "
-            "sampling.max_new_tokens with it, or choose another model"
+            f"generator.context_tokens = {longest} is above the {positions} positions of {model} "
+            f"(max_position_embeddings in config.json, with its rotary scaling), and {engine} "
+            "serves no longer sequences: lower it, and sampling.max_new_tokens with it, or choose "
+            "another model"
         )
 
 
@@ -330,15 +337,9 @@ def check_scorer(config: Config, shape: ModelShape, own: ModelShape, folder: Pat
     ranks = config.scorer.tensor_parallel
     key, normed = "scorer.tensor_parallel", shape.jointly_normed
     check_engine_tensor(ranks, shape.heads, normed_heads=normed, key=key)
-    longest = config.generator.context_tokens
     values = {"max_position_embeddings": shape.max_positions, **read_values(folder / "config.json")}
-    positions = positions_of(values)
-    if positions is not None and positions < longest:
-        raise InputError(
-            f"generator.context_tokens = {longest} is above the {positions} positions of "
-            f"algorithm.reference.policy = {folder}: lower generator.context_tokens, or choose "
-            "another reference"
-        )
+    model = f"algorithm.reference.policy = {folder}"
+    _refuse_longer(config.generator.context_tokens, values, model, "sglang")
     if shape.vocab - own.vocab > MAX_FOREIGN_IDS:
         raise InputError(
             f"algorithm.reference.policy: {folder} has {shape.vocab - own.vocab} token ids more "

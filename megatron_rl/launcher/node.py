@@ -112,16 +112,6 @@ class Node:
             is_expendable=is_expendable,
         )  # fmt: skip
 
-    def start_ranks(
-        self, name: str, torchrun: Sequence[str], arguments: Sequence[str], *,
-        restarts: RestartRule | None = None,
-    ) -> None:  # fmt: skip
-        """Start this node's trainer ranks; torchrun: its arguments, with the ranks' module."""
-        command = [sys.executable, "-m", "megatron_rl.trainer.torchrun", *torchrun]
-        command += ["--config", str(self.run_dir / CONFIG), *arguments]
-        environment = environment_of_ranks(self.config, self.gpus, self.roles.trainer_ranks)
-        self.supervisor.start(name, command, environment=environment, restarts=restarts)
-
     def wait_for(self, name: str) -> None:
         """Wait until a role of this node has ended well; its own deadlines bound the wait.
 

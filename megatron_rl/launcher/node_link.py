@@ -33,7 +33,6 @@ from megatron_rl.protocol.node_messages import (
     TrainerPart,
 )
 from megatron_rl.protocol.process import Interrupted
-from megatron_rl.protocol.types import AnyMessage
 from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router, WireError
 
 BEAT_S = 1.0
@@ -321,6 +320,7 @@ class OtherNodeLink(NodeLink):
             self._say(given_up=self.given_up)
             self._next_beat_at = now + BEAT_S
         while (message := self._dealer.receive(0)) is not None:
+            assert isinstance(message, RunPhase), "the endpoint takes nothing else"
             self._take(message)
             self._heard_at = now
         # States are said whole: one that is lost with its connection is made good by the next.
@@ -342,9 +342,7 @@ class OtherNodeLink(NodeLink):
     def _limit_s(self) -> float:
         return self._limits.patience_s(is_there=not self.awaits_first)
 
-    def _take(self, message: AnyMessage) -> None:
-        if not isinstance(message, RunPhase):
-            raise WireError(f"the first node sent {type(message).__name__}")
+    def _take(self, message: RunPhase) -> None:
         if message.refused == self._state.session:
             self._is_refused = True
             raise PlaceTaken(

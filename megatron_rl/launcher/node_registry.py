@@ -92,13 +92,13 @@ class NodeRegistry:
             log.info("node %d is there", state.node)
         elif not (state.error or state.is_leaving):
             self._note_return(state, is_new=is_new)
+        last = 0
         if is_new:
             self._since[state.node] = now
             self._waiting.pop(_key(state), None)
-        if known is not None and is_new:
-            self._replaced.add(_key(known))
-        last = 0
-        if known is not None and not is_new and known.restarts:
+            if known is not None:
+                self._replaced.add(_key(known))
+        elif known is not None and known.restarts:
             last = known.restarts[-1].number
         self._restarts += [one for one in state.restarts if one.number > last]
         self._states[state.node], self._heard_at[state.node] = state, now
@@ -188,14 +188,12 @@ class NodeRegistry:
         Other nodes that are gone are `away`, or `lost` while they may return.
         """
         limit_s = self._limits.start_timeout_s
-        if now - self._opened_at > limit_s:
-            for node in range(1, self._nodes):
-                if node not in self._states:
-                    refused = "".join(f"; refused: {why}" for why in self._refused.values())
-                    return (
-                        f"node {node} was not heard within {limit_s:.0f} s of the first one"
-                        f"{refused}"
-                    )
+        absent = [node for node in range(1, self._nodes) if node not in self._states]
+        if absent and now - self._opened_at > limit_s:
+            refused = "".join(f"; refused: {why}" for why in self._refused.values())
+            return (
+                f"node {absent[0]} was not heard within {limit_s:.0f} s of the first one{refused}"
+            )
         for node, state in self._states.items():
             if (loss := self.lost.get(node)) is not None:
                 if now - loss.at > self._limits.wait_s:

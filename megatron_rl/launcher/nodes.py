@@ -80,7 +80,7 @@ def _with_keys(config: Config) -> Config:
     if not keys.exists():
         make_keys(keys)
     load_keys(keys)
-    return config.model_copy(update={"ports": ports.model_copy(update={"keys_dir": keys})})
+    return config.replaced(ports={"keys_dir": keys})
 
 
 def describe_node(run_dir: Path, *, node: int, nodes: int, gpus_per_node: int | None) -> list[str]:

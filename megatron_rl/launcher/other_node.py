@@ -116,14 +116,10 @@ def other_node(
     with (
         open_supervisor(config) as supervisor,
         OtherNodeLink(
-            config,
-            number,
-            nodes,
-            replicas=replicas,
-            is_vital=is_vital,
-            gpus_per_node=roles.gpus_per_node,
-        ) as link,  # fmt: skip
-    ):
+            config, number, nodes,
+            replicas=replicas, is_vital=is_vital, gpus_per_node=roles.gpus_per_node,
+        ) as link,
+    ):  # fmt: skip
         facts = (config, roles, gpus, supervisor)
         if is_vital:
             yield Node(*facts, link, orderly_stop(config), number, nodes)

@@ -19,6 +19,7 @@ by the rules of `restarts.py`; the first node decides about a trainer on several
 """
 
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,7 +40,7 @@ from megatron_rl.launcher.cold_start import (
     is_evaluated,
     is_trained,
 )
-from megatron_rl.launcher.node import FirstNode, Node
+from megatron_rl.launcher.node import FirstNode, Node, environment_of_ranks
 from megatron_rl.launcher.node_link import FirstNodeLink, OtherNodeLink
 from megatron_rl.launcher.other_node import VISIBLE_S, check_folder
 from megatron_rl.launcher.placement import EngineNode, NodeRoles
@@ -230,8 +231,12 @@ def _start_ranks(
     own: Node, name: str, module: str, arguments: Sequence[str], *,
     restarts: RestartRule | None = None,
 ) -> None:  # fmt: skip
+    """Start this node's trainer ranks, of that module."""
     torchrun = torchrun_arguments(own.config, own.roles, own.number, module)
-    own.start_ranks(own.role(name), torchrun, arguments, restarts=restarts)
+    command = [sys.executable, "-m", "megatron_rl.trainer.torchrun", *torchrun]
+    command += ["--config", str(own.run_dir / CONFIG), *arguments]
+    environment = environment_of_ranks(own.config, own.gpus, own.roles.trainer_ranks)
+    own.supervisor.start(own.role(name), command, environment=environment, restarts=restarts)
 
 
 def torchrun_arguments(config: Config, roles: NodeRoles, node: int, module: str) -> list[str]:

@@ -41,7 +41,7 @@ def resolve_ports(config: Config) -> Config:
         if getattr(ports, name) == 0 and count:
             chosen[name] = find_free(ports.host, count, taken)
             taken.update(range(chosen[name], chosen[name] + count))
-    return config.model_copy(update={"ports": ports.model_copy(update=chosen)})
+    return config.replaced(ports=chosen)
 
 
 def _check_family(host: str) -> None:
@@ -57,10 +57,7 @@ def _check_family(host: str) -> None:
 
 def draw_label(config: Config) -> Config:
     """The config with a label for this start of the run, unless it names one."""
-    if config.ports.label:
-        return config
-    ports = config.ports.model_copy(update={"label": secrets.token_hex(16)})
-    return config.model_copy(update={"ports": ports})
+    return config if config.ports.label else config.replaced(ports={"label": secrets.token_hex(16)})
 
 
 def listed_ports(config: Config) -> list[tuple[str, int]]:
@@ -103,10 +100,9 @@ def check_scorer_ports(config: Config, address: str) -> None:
 
     The first node chose `expert.ports.scorer` by what is free there. address: this node's.
     """
-    ports = [port for key, port in listed_ports(config) if key == "expert.ports.scorer"]
     # Trainer ranks connect to the first, only the scorer to its engine's.
-    for host, port in zip((address, LOOPBACK[0], LOOPBACK[0]), ports, strict=True):
-        _check_here("scorer", host, port, config)
+    for part, host in enumerate((address, LOOPBACK[0], LOOPBACK[0])):
+        _check_here("scorer", host, config.ports.scorer + part, config)
 
 
 def _check_here(name: str, host: str, port: int, config: Config) -> None:

@@ -72,7 +72,7 @@ class Role:
     def generations(self) -> int | None:
         """Generations of its processes that must not be stopped; None: all."""
         # A verifier stops grading processes itself, below its fork server, and watches them.
-        return 1 if self.restarts is not None and self.restarts.kind == "verifier" else None
+        return 1 if self.kind == "verifier" else None
 
     @property
     def exit_code(self) -> int | None:

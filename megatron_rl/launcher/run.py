@@ -189,8 +189,7 @@ def prepare_run_folder(
     replaces_config: overwrite the config, for a resumed evaluation, which may have other ports.
     continues: the queue continues its ledger.
     """
-    run_config = config.run.model_copy(update={"dir": config.run.dir.resolve()})
-    resolved = draw_label(resolve_ports(config.model_copy(update={"run": run_config})))
+    resolved = draw_label(resolve_ports(config.replaced(run={"dir": config.run.dir.resolve()})))
     (resolved.run.dir / "logs").mkdir(parents=True, exist_ok=True)
     for name in (COLD_START, SFT_BASELINE, FINAL):
         recover(resolved.run.dir / "hf" / name)

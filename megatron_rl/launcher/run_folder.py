@@ -380,11 +380,10 @@ def write_evaluation_config(config: Config, label: str, model: Path) -> Path:
 
     Its port label differs, so that processes of evaluation and of training refuse each other.
     """
-    changed = {
-        "model": config.model.model_copy(update={"path": model}),
-        "generator": config.generator.model_copy(update={"wait_for_weight_sync": False}),
-        "ports": config.ports.model_copy(update={"label": f"{config.ports.label}.{label}"}),
-    }
+    changed = config.replaced(
+        model={"path": model}, generator={"wait_for_weight_sync": False},
+        ports={"label": f"{config.ports.label}.{label}"},
+    )  # fmt: skip
     path = config.run.dir / f"config.{label}.toml"
-    write_whole(path, dump_toml(config.model_copy(update=changed)), is_private=True)
+    write_whole(path, dump_toml(changed), is_private=True)
     return path

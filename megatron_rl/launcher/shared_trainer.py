@@ -203,13 +203,6 @@ class TrainerLead:
         count = self._own.supervisor.replicas.note_restart(rule, now)
         code = self._here.part.exit_code if is_lost else fault.exit_code
         # A launcher that was lost before its first start has left no exit code.
-        self._own.record(
-            RoleRestart(
-                self._role_of(fault),
-                rule.kind,
-                code or 0,
-                count,
-                rule.limit,
-                why=fault.text if is_lost else "",
-            )  # fmt: skip
-        )
+        why = fault.text if is_lost else ""
+        role = self._role_of(fault)
+        self._own.record(RoleRestart(role, rule.kind, code or 0, count, rule.limit, why=why))

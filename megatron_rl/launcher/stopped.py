@@ -85,7 +85,7 @@ def kill_left_stopped(failures: Path) -> list[int]:
     marker = os.fsencode(f"{FAILURE_VARIABLE}={failures}/")
     killed = []
     for pid, process in _processes().items():
-        if process.state != _STOPPED or not _has_variable(pid, marker):
+        if process.state != _STOPPED or not _find_variable(pid, marker):
             continue
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -94,15 +94,6 @@ def kill_left_stopped(failures: Path) -> list[int]:
                 "killed %s, pid %d: it was stopped when its launcher died", process.name, pid
             )
     return killed
-
-
-def _has_variable(pid: int, marker: bytes) -> bool:
-    with contextlib.suppress(OSError):
-        return any(
-            variable.startswith(marker)
-            for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        )
-    return False
 
 
 def _processes() -> dict[int, _Process]:
@@ -146,8 +137,13 @@ def _members(processes: Mapping[int, _Process], roles: Mapping[int, int | None])
 
 
 def _name(pid: int, name: str) -> str:
+    rank = _find_variable(pid, b"RANK=")
+    return f"rank {rank[5:].decode(errors='replace')}" if rank else name
+
+
+def _find_variable(pid: int, start: bytes) -> bytes:
+    """The first variable of a process's environment that begins so; empty: none is seen."""
     with contextlib.suppress(OSError):
-        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if variable.startswith(b"RANK="):
-                return f"rank {variable[5:].decode(errors='replace')}"
-    return name
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return next((one for one in variables if one.startswith(start)), b"")
+    return b""

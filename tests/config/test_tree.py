@@ -103,3 +103,11 @@ def test_settings_that_exclude_each_other_are_refused(overrides: str, message: s
 )
 def test_settings_that_agree_are_taken(overrides: str) -> None:
     load_config(None, overrides.split())
+
+
+def test_a_copy_with_other_values_leaves_the_rest_and_the_original_as_they_are() -> None:
+    config = load_config(None, ["expert.ports.prompts=21000", "train.steps=3"])
+    copy = config.replaced(ports={"label": "a", "weights": 21002}, train={"steps": 4})
+    assert (copy.ports.label, copy.ports.prompts, copy.ports.weights) == ("a", 21000, 21002)
+    assert (config.ports.label, config.ports.weights, config.train.steps) == ("", 0, 3)
+    assert copy.train.steps == 4 and copy.model is config.model

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Container
+from functools import partial
 from typing import Any
 
 from megatron_rl.config.foreign.rules import (
@@ -62,14 +63,6 @@ def _nodes(of: str) -> Rule:
         return _gpus(value, values, of=of, nodes=nodes)
 
     return rule
-
-
-def _trained(value: Any, values: Values) -> dict[str, Any]:
-    return _gpus(value, values, of="parallel.data")
-
-
-def _inferred(value: Any, values: Values) -> dict[str, Any]:
-    return _gpus(value, values, of="generator.replicas")
 
 
 def _schedule(value: str, values: Values) -> dict[str, Any]:
@@ -295,8 +288,12 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("parallel.dp", "vllm.data_parallel_size"), to("generator.replicas")),
     "deployment.num_train_nodes": _nodes("parallel.data"),
     "deployment.num_infer_nodes": _nodes("generator.replicas"),
-    **dict.fromkeys(("deployment.num_train_gpus", "trainer_gpu_ids"), _trained),
-    **dict.fromkeys(("deployment.num_infer_gpus", "inference_gpu_ids"), _inferred),
+    **dict.fromkeys(
+        ("deployment.num_train_gpus", "trainer_gpu_ids"), partial(_gpus, of="parallel.data")
+    ),
+    **dict.fromkeys(
+        ("deployment.num_infer_gpus", "inference_gpu_ids"), partial(_gpus, of="generator.replicas")
+    ),
     "deployment.*": "parallel.data and generator.replicas say how many GPUs there are",
     **each("", "slurm slurm.*", "docs/slurm.md shows how a job starts"),
     "gpu_memory_utilization": MEMORY,

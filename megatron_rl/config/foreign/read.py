@@ -164,10 +164,9 @@ def _trl_yaml(path: Path) -> Foreign:
     found = Foreign(TRL)
     for key, value in tree.items():
         if key.endswith("datasets") and isinstance(value, list):
-            sets = {f"{key}.{n}": one for n, one in enumerate(value)}
-            for name, one in sets.items():
+            for n, one in enumerate(value):
                 inner = one.items() if isinstance(one, dict) else [("path", one)]
-                found.values |= {f"{name}.{argument}": given for argument, given in inner}
+                found.values |= {f"{key}.{n}.{argument}": given for argument, given in inner}
         else:
             found.values[key] = value
     return found

@@ -86,9 +86,7 @@ def _expanded(
 
     def replaced(found: re.Match[str]) -> str:
         text = found[0]
-        if found["comment"] or found["arguments"]:
-            return ""
-        if keep:
+        if keep or found["comment"] or found["arguments"]:
             return ""
         if found["array"]:
             name = found["list"]

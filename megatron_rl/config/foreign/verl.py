@@ -112,7 +112,9 @@ RULES: dict[str, Rule] = {
     f"{_A}.optim.betas": lambda value, _: dict(
         zip(("optimizer.beta1", "optimizer.beta2"), value, strict=True)
     ),
-    f"{_A}.optim.min_lr": ours.least_lr,
+    f"{_A}.optim.min_lr": lambda value, values: {
+        "optimizer.min_lr_ratio": value / values[f"{_A}.optim.lr"]
+    },
     f"{_A}.optim.min_lr_ratio": to("optimizer.min_lr_ratio"),
     f"{_A}.optim.clip_grad": objective.clip_norm,
     f"{_A}.grad_clip": objective.clip_norm,

@@ -126,11 +126,6 @@ def warmup(value: float, values: Values) -> dict[str, Any]:
     return {"optimizer.warmup_steps": int(value * count * _updates(values))}
 
 
-def least_lr(value: float, values: Values) -> dict[str, Any]:
-    """The last learning rate, which is a share of the peak here."""
-    return {"optimizer.min_lr_ratio": value / values[f"{ACTOR}.optim.lr"]}
-
-
 def overlong(prefix: str) -> dict[str, Rule]:
     """The penalty of long completions, whose keys have moved from release to release."""
     enable, length = f"{prefix}.enable", f"{prefix}.len"
