@@ -181,9 +181,8 @@ class _Comparison:
             return _same_ratio(a, b)
         if isinstance(a, Piecewise) and isinstance(b, Piecewise):
             return self._same_pieces(a, b)
-        if isinstance(a, Collection) or isinstance(b, Collection):
-            is_pair = isinstance(a, Collection) and isinstance(b, Collection)
-            return self._same_collection(a, b) if is_pair else False
+        if isinstance(a, Collection) and isinstance(b, Collection):
+            return self._same_collection(a, b)
         if isinstance(a, Expression) and isinstance(b, Expression):
             return self._same_expression(a, b)
         if isinstance(a, Region) and isinstance(b, Region):
