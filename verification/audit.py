@@ -5,6 +5,7 @@ A line is a rollout record of a run, or {"text", "answer"} with optional "task",
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -179,12 +180,11 @@ def changes(
     records: Sequence[Record], scores: Sequence[Score | ScoreFailed]
 ) -> dict[tuple[str, str], int]:
     """(recorded reason, reason now) -> count, for recorded reasons that changed."""
-    counts: dict[tuple[str, str], int] = {}
+    counts: Counter[tuple[str, str]] = Counter()
     for record, score in zip(records, scores, strict=True):
         now = FAILED if isinstance(score, ScoreFailed) else score.reason
         if record.recorded_reason and record.recorded_reason != now:
-            key = (record.recorded_reason, now)
-            counts[key] = counts.get(key, 0) + 1
+            counts[record.recorded_reason, now] += 1
     return counts
 
 
@@ -218,11 +218,10 @@ def disagreements(
 
 def beside_bare(scores: Sequence[Score | ScoreFailed]) -> dict[tuple[bool, bool], int]:
     """(right by us, right by math-verify alone) -> completions, where both were asked."""
-    counts: dict[tuple[bool, bool], int] = {}
+    counts: Counter[tuple[bool, bool]] = Counter()
     for score in scores:
         if not isinstance(score, ScoreFailed) and "says_bare" in score.parts:
-            key = (score.is_correct, score.parts["says_bare"] == 1.0)
-            counts[key] = counts.get(key, 0) + 1
+            counts[score.is_correct, score.parts["says_bare"] == 1.0] += 1
     return counts
 
 

@@ -27,7 +27,6 @@ from megatron_rl.protocol.types import (
     NOT_GRADED,
     ClassDone,
     ClassRequest,
-    Score,
     ScoreDone,
     ScoreFailed,
     ScoreRequest,
@@ -190,7 +189,10 @@ class ClassDesk:
         if isinstance(finished, ScoreFailed):
             request_id = waiting.request.request_id
             return [ScoreFailed(request_id, finished.reason, finished.kind)]
-        _note(waiting.clustering, finished.score)
+        if finished.score.reason in MODEL_FAULTS:
+            waiting.clustering.note_fault()
+        else:
+            waiting.clustering.note(is_same=finished.score.is_correct)
         self._ready.append(waiting)
         return []
 
@@ -247,11 +249,3 @@ class ClassDesk:
             late.append(self._in_pool.pop(pair_id))
         detail = f"open for over {self._answer_within_s:.0f} s (expert.verifier.answer_within_s)"
         return [ScoreFailed(found.request.request_id, detail, NOT_GRADED) for found in late]
-
-
-def _note(clustering: Clustering, score: Score) -> None:
-    """Record the verdict of the pool on a pair."""
-    if score.reason in MODEL_FAULTS:
-        clustering.note_fault()
-    else:
-        clustering.note(is_same=score.is_correct)

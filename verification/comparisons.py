@@ -19,6 +19,8 @@ from megatron_rl.config.reward import RewardConfig
 from megatron_rl.protocol.types import ScoreRequest
 from verification import gym_answer
 from verification.code import grading
+from verification.code.problem import parse_tests
+from verification.code.setup import CodeLimits
 from verification.format import FormatResult
 from verification.math import answer as math_answer
 from verification.math.unevaluated import UNEVALUATED, is_unevaluated
@@ -178,16 +180,16 @@ def _code(checked: FormatResult, request: ScoreRequest, rules: RewardRules) -> V
     return grading.grade(
         checked.answer,
         checked.tag,
-        grading.parse_tests(request.entry),
+        parse_tests(request.entry),
         seed=request.seed,
         limits=code_limits(rules.reward),
         counts_all=rules.reward.code_credit == "proportional",
     )
 
 
-def code_limits(reward: RewardConfig) -> grading.CodeLimits:
+def code_limits(reward: RewardConfig) -> CodeLimits:
     """Limits for grading one program."""
-    return grading.CodeLimits(
+    return CodeLimits(
         cases=reward.tests_per_problem,
         test_s=reward.test_s,
         test_memory_bytes=reward.test_memory_bytes,

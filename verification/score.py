@@ -41,12 +41,16 @@ def screen(request: ScoreRequest, rules: RewardRules) -> Score | Draft:
     Quick and safe for any text, and the only caller of format checks and quick comparisons. Never
     loads a user's functions. GradingError for an unknown task.
     """
-    checked = _format_check(request, rules)
+    task = rules.task(request.task)
+    checked = FORMAT_CHECKS[task.format_check](request.text, request.prompt_tail, rules.tags)
     if checked.refusal:
         return _refused(request, checked)
     steps = rules.reward.steps_of(request.task)
     draft = Draft(request, checked, steps, Finding(_basic_parts(request, rules)))
-    verdict = _quick_verdict(checked, request, rules)
+    # A user's function is not loaded here.
+    if ":" in task.compare:
+        return draft
+    verdict = find_comparison(task.compare).quick(checked, request, rules)
     return draft if verdict is None else draft.add(_judged(verdict, rules))
 
 
@@ -86,19 +90,6 @@ def prepare(kind: StepKind, task: str, rules: RewardRules) -> None:
         comparison = find_comparison(rules.task(task).compare)
         if comparison.prepare is not None:
             comparison.prepare()
-
-
-def _format_check(request: ScoreRequest, rules: RewardRules) -> FormatResult:
-    check = FORMAT_CHECKS[rules.task(request.task).format_check]
-    return check(request.text, request.prompt_tail, rules.tags)
-
-
-def _quick_verdict(
-    checked: FormatResult, request: ScoreRequest, rules: RewardRules
-) -> Verdict | None:
-    name = rules.task(request.task).compare
-    # A user's function is not loaded here.
-    return None if ":" in name else find_comparison(name).quick(checked, request, rules)
 
 
 def _refused(request: ScoreRequest, checked: FormatResult) -> Score:

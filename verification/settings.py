@@ -12,7 +12,7 @@ from megatron_rl.config.lookup import find_function, nearest
 from megatron_rl.config.reward import CODE, RewardConfig
 from megatron_rl.config.tree import PromptSource
 from megatron_rl.protocol.types import Prompt
-from verification.code.grading import parse_tests
+from verification.code.problem import parse_tests
 from verification.code.setup import prepare, with_own_limits
 from verification.comparisons import COMPARISONS, code_limits
 from verification.gym_answer import REFUSED_DATASETS

@@ -25,7 +25,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -129,11 +128,9 @@ class Verifier:
     def _send_finished(self) -> None:
         for finished in self._pool.collect():
             own = self._desk.take_verdict(finished) if self._desk.owns(finished) else [finished]
-            self._send_answers(own)
-        self._send_answers(self._desk.advance(time.monotonic()))
-
-    def _send_answers(self, answers: Sequence[ScoreDone | ScoreFailed | ClassDone]) -> None:
-        for answer in answers:
+            for answer in own:
+                self._answer(answer)
+        for answer in self._desk.advance(time.monotonic()):
             self._answer(answer)
 
     def _patience_ms(self) -> int:

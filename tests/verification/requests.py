@@ -1,9 +1,13 @@
-"""Rules and score requests for tests."""
+"""Rules and score requests for tests, and what a pool answers."""
 
+import time
+from multiprocessing.connection import wait
 from typing import Any
 
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.protocol.types import ScoreRequest
+from verification.pool.pool import Pool
+from verification.pool.worker_pool import Finished
 from verification.rules import RewardRules
 
 
@@ -20,29 +24,25 @@ def boxed(answer: str) -> str:
     return f"<think>Let me see.</think>It is \\boxed{{{answer}}}."
 
 
-def make_request(
-    text: str,
-    *,
-    task: str = "math",
-    answer: str = "7",
-    entry: str = "",
-    request_id: int = 1,
-    completion_tokens: int = 10,
-    is_finished: bool = True,
-    problem: str = "",
-    language: str = "",
-    seed: int = 0,
-) -> ScoreRequest:
-    """A request with the usual values."""
-    return ScoreRequest(
-        request_id=request_id,
-        task=task,
-        answer=answer,
-        entry=entry,
-        text=text,
-        completion_tokens=completion_tokens,
-        is_finished=is_finished,
-        problem=problem,
-        language=language,
-        seed=seed,
-    )
+def make_request(text: str, **fields: Any) -> ScoreRequest:
+    """A request with the usual values, but for the given fields."""
+    usual = {
+        "request_id": 1, "task": "math", "answer": "7", "entry": "", "completion_tokens": 10,
+        "is_finished": True,
+    }  # fmt: skip
+    return ScoreRequest(text=text, **usual | fields)
+
+
+def collect(pool: Pool, limit_s: float, most_held: int = 1000) -> dict[int, Finished]:
+    """What is finished by request id, in its order, once nothing is pending.
+
+    most_held: slow answers that the pool may hold at once.
+    """
+    finished: dict[int, Finished] = {}
+    deadline = time.monotonic() + limit_s
+    while pool.pending:
+        assert time.monotonic() < deadline, f"{pool.pending} items are late"
+        wait([pool], 0.02)
+        finished |= {reply.request_id: reply for reply in pool.collect()}
+        assert len(pool.pools["answers"].suspects.processes) <= most_held
+    return finished

@@ -17,7 +17,6 @@ from verification.code.problem import (
     CodeTests,
     draw_cases,
     is_called,
-    parse_tests,
     plan_of,
     source_of,
 )
@@ -36,11 +35,6 @@ from verification.sandbox.sandbox import Ending, ProgramResult, Sandbox
 from verification.sandbox.server import EXIT_OUT_OF_MEMORY, EXIT_SYNTAX
 from verification.sandbox.time_limits import Limits
 from verification.verdict import CORRECT, GradingError, HostBusy, Verdict
-
-__all__ = [
-    "Case", "CodeLimits", "CodeTests", "Ran", "draw_cases", "grade", "parse_tests", "prepare",
-    "run_program",
-]  # fmt: skip
 
 SHOWN_CHARS = 200
 """Characters shown of each text; the middle of a longer text is left out."""

@@ -250,7 +250,7 @@ class _Reader:
     def _calls(self, node: ast.AST) -> bool:
         """Whether a part calls the solution itself, or passes it to a function."""
         pairs = list(_with_parents(node))
-        if any(self._is_calling_use(*pair, self._callees) for pair in pairs):
+        if any(self._is_calling_use(*pair) for pair in pairs):
             return True
         if not isinstance(node, _FUNCTIONS) or self._is_used(node.name):
             return False
@@ -264,17 +264,17 @@ class _Reader:
             for child, parent in pairs
         )
 
-    def _is_calling_use(self, node: ast.AST, parent: ast.AST | None, callees: set[str]) -> bool:
+    def _is_calling_use(self, node: ast.AST, parent: ast.AST | None) -> bool:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             is_part = isinstance(parent, ast.Call | ast.Subscript | ast.JoinedStr)
-            return is_part and any(name in node.value for name in callees)
+            return is_part and any(name in node.value for name in self._callees)
         name = node.id if isinstance(node, ast.Name) else None
         if isinstance(node, ast.Attribute):
             name = node.attr
             owner = node.value.id if isinstance(node.value, ast.Name) else ""
             if owner in self._modules and isinstance(parent, ast.Call):
                 return True
-        if name not in callees or not isinstance(getattr(node, "ctx", None), ast.Load):
+        if name not in self._callees or not isinstance(getattr(node, "ctx", None), ast.Load):
             return False
         if isinstance(parent, ast.Call) and parent.func is not node:
             return getattr(parent.func, "id", "") not in _INSPECTING

@@ -26,14 +26,13 @@ from verification.environments.episode import (
     read_report,
 )
 from verification.environments.settings import EnvironmentFailed, EnvironmentSettings
+from verification.pool.fork_client import clean_variables
 
 LONGEST_PAUSE_S = 60.0
 MAX_DATAGRAM_BYTES = 4096
 MAX_LABEL_CHARS = 200
 MAX_WORDS_BYTES = 2000
 _CHILD = Path(__file__).with_name("child.py")
-_KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
-_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Server:
@@ -62,7 +61,7 @@ class Server:
                     stdout=log,
                     stderr=log,
                     pass_fds=descriptors,
-                    env=_variables(settings),
+                    env=clean_variables(settings.paths, settings.variables),
                     # Ctrl-C reaches only this process, which then ends the server.
                     start_new_session=True,
                 )
@@ -290,11 +289,3 @@ def _read_start(datagram: bytes) -> tuple[str, str]:
         return "", ""
     found = json.loads(datagram)
     return found.get("ready", ""), found.get("failed", "")
-
-
-def _variables(settings: EnvironmentSettings) -> dict[str, str]:
-    """Clean variables, so that an environment finds no secrets of the run."""
-    names = (*_KEPT_VARIABLES, *settings.variables)
-    kept = {name: os.environ[name] for name in names if name in os.environ}
-    search_path = os.pathsep.join(settings.paths)
-    return kept | dict.fromkeys(_ONE_THREAD, "1") | {"PYTHONPATH": search_path}

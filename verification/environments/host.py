@@ -11,8 +11,7 @@ Runs on the generator's event loop, and never blocks it. Each call of `run` is a
 """
 
 import asyncio
-from types import TracebackType
-from typing import Self
+from contextlib import AbstractAsyncContextManager
 
 from verification.environments.episode import Answer, Clock, EpisodeProcess, Judge
 from verification.environments.fork_client import ForkClient
@@ -20,7 +19,7 @@ from verification.environments.policy import EpisodeInput, Outcome, ToGrade
 from verification.environments.settings import EnvironmentFailed, EnvironmentSettings
 
 
-class EnvironmentHost:
+class EnvironmentHost(AbstractAsyncContextManager["EnvironmentHost"]):
     """Episodes of all environments of a node."""
 
     def __init__(self, settings: EnvironmentSettings) -> None:
@@ -31,15 +30,7 @@ class EnvironmentHost:
         """Episodes whose processes are being ended."""
         self._is_closed = False
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def run(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any
 
 from verification.environments.policy import EpisodeInput, JudgeRefused, Outcome, Policy
 
@@ -69,7 +68,9 @@ async def rubric(prompt: EpisodeInput, policy: Policy) -> Outcome:
 
     prompt.entry: {"rubric": the criterion, "reasoning_tokens": optional}.
     """
-    entry = _entry(prompt)
+    entry = prompt.entry
+    if not isinstance(entry, dict) or not isinstance(entry.get("rubric"), str):
+        raise TypeError(f"prompt {prompt.id}: its entry needs a text under 'rubric'")
     reply = await policy.chat(prompt.messages).say()
     question = prompt.messages[-1]["content"]
     tokens = entry.get("reasoning_tokens", 0)
@@ -80,13 +81,6 @@ async def rubric(prompt: EpisodeInput, policy: Policy) -> Outcome:
     except JudgeRefused:
         return Outcome(0.0, "judge_refused")
     return Outcome(reward, "graded")
-
-
-def _entry(prompt: EpisodeInput) -> dict[str, Any]:
-    entry = prompt.entry
-    if not isinstance(entry, dict) or not isinstance(entry.get("rubric"), str):
-        raise TypeError(f"prompt {prompt.id}: its entry needs a text under 'rubric'")
-    return entry
 
 
 async def _log_odds(

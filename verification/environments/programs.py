@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from verification.code.grading import Ran, grade, parse_tests, run_program
-from verification.code.problem import CodeTests
+from verification.code.grading import Ran, grade, run_program
+from verification.code.problem import CodeTests, parse_tests
 from verification.code.setup import CodeLimits, resolve
 from verification.environments.policy import (
     EpisodeInput,

@@ -40,7 +40,7 @@ def compare_quickly(
     Time linear in the texts, and no exception on any text. Reasons of refusal: answer_too_long,
     too_many_digits, answer_too_deep, explosive_answer, and reference_too_long.
     """
-    answer, reference = _trim(answer), _trim(reference)
+    answer, reference = trimmed(answer), trimmed(reference)
     if answer == reference:
         return CORRECT
     if len(answer) > MAX_CHARS:
@@ -196,11 +196,11 @@ def prepare() -> None:
 
 def spelled(answer: str, reference: str) -> tuple[str, str]:
     """Both texts normalised, without remarks, with bold letters for sets of numbers as sets."""
-    answer, reference = _trim(answer), _trim(reference)
+    answer, reference = trimmed(answer), trimmed(reference)
     is_long = max(len(answer), len(reference)) > MAX_CHARS
     is_bare = is_long or (_BARE.fullmatch(answer) and _BARE.fullmatch(reference))
     if not is_bare:
-        answer, reference = _trim(typed(answer)), _trim(typed(reference))
+        answer, reference = trimmed(typed(answer)), trimmed(typed(reference))
         answer, reference = without_shared_domain(answer, reference)
         answer, reference = (
             without_remarks(answer, reference),
@@ -227,7 +227,7 @@ def _are_one(form: str, other: str) -> bool:
     return verdict is not None and verdict.is_correct
 
 
-def _trim(text: str) -> str:
+def trimmed(text: str) -> str:
     """Text without math delimiters, surrounding space and a final full stop."""
     text = text.strip()
     if text.startswith("$") and text.endswith("$") and text.count("$") == 2:

@@ -109,9 +109,10 @@ def _uses(text: str) -> list[_Use]:
         if match["applied"] is None:
             uses.append(_Use(name, None, match.end(), False))
             continue
-        inside = _inside(text, match.end())
-        if text[match.end() :].startswith((FUNCTION_MARK, FACTOR_MARK)) or inside is None:
+        end = group_end(text, match.end())
+        if end is None:
             continue
+        inside = text[match.end() + 1 : end - 1]
         letter = match["name"].strip()
         power = match["power"]
         if power and power[1].isdecimal() and letter not in _ALWAYS_FUNCTIONS:
@@ -126,12 +127,6 @@ def _uses(text: str) -> list[_Use]:
         )
         uses.append(_Use(name + (power or ""), inside, match.end(), is_function))
     return uses
-
-
-def _inside(text: str, start: int) -> str | None:
-    """Text in the brackets that open at `start`; None when they do not close."""
-    end = group_end(text, start)
-    return None if end is None else text[start + 1 : end - 1]
 
 
 def _stands_in(name: str, inside: str) -> bool:

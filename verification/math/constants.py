@@ -35,7 +35,6 @@ _WRITTEN_LETTERS = re.compile(
 )
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _PARAMETERS = frozenset("abcdkmpqrsABCDK")
-_VARIABLE = re.compile("[xtyz]")
 _VARIABLES = frozenset("xtyz")
 # The letter of a choice, `(a) cx`, is no constant.
 _MAY_BE_CHOICE = re.compile(
@@ -81,7 +80,7 @@ def _is_same_but_for(
     first: str, second: str, names: frozenset[str], others: frozenset[str]
 ) -> bool:
     """Whether a one-to-one renaming of some letters turns one text into the other."""
-    if _MAY_BE_CHOICE.search(first) or not _VARIABLE.search(first):
+    if _MAY_BE_CHOICE.search(first) or _VARIABLES.isdisjoint(first):
         return False
     first, second = first.replace(" ", ""), second.replace(" ", "")
     if len(first) != len(second) or "\\" in first + second:

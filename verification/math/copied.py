@@ -56,8 +56,8 @@ FUNCTIONS = frozenset(
     "binom lim int sum prod det min max ! arg".split()
 )
 BINDERS = frozenset({"sum", "prod", "int", "lim"})
-_NUMBER_WORDS = {word: str(value) for word, value in SMALL.items() if value <= 12}
-_NUMBER_WORDS |= {"half": "2", "twice": "2"}
+_WORDS = {word: str(value) for word, value in SMALL.items() if value <= 12}
+_WORDS |= {"half": "2", "twice": "2", "exp": "e", "percent": "%"}
 _MARKS = frozenset(
     "frac text cdot times left right circ deg degree degrees radians to displaystyle le ge ne in "
     "quad qquad equiv cup cap setminus lfloor rfloor lceil rceil langle rangle mathrm dots ldots "
@@ -285,17 +285,13 @@ class _Reader:
                 self._leaves.append(BREAK)
         elif lower in ("squared", "cubed"):
             self._repeat(2 if lower == "squared" else 3)
-        elif lower in _NUMBER_WORDS:
-            self._emit(_NUMBER_WORDS[lower])
+        elif lower in _WORDS:
+            self._emit(_WORDS[lower])
         elif lower == "sqrt":
             self._leaves.append("2")
         elif lower in ("square", "cube") and self._peek().lower() == "root":
             self._place += 1
             self._leaves.append("2" if lower == "square" else "3")
-        elif lower == "exp":
-            self._emit("e")
-        elif lower == "percent":
-            self._emit("%")
         elif lower in _MARKS or lower in _JOINING or lower == "pi":
             self._leaves += ["pi"] if lower == "pi" else []
         elif len(word) <= MAX_PRODUCT_LETTERS and lower not in _PROSE:

@@ -58,7 +58,6 @@ class Ratio(NamedTuple):
     """A ratio a:b that cannot be a time of day."""
 
     value: Fraction
-    written: tuple[int, int]
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -93,7 +92,7 @@ def parse_colon(text: str) -> ClockTime | Ratio | None:
         return ClockTime(int(first), int(second), int(seconds or 0), (half or "")[:1])
     if seconds or half or int(second) == 0:
         return None
-    return Ratio(Fraction(int(first), int(second)), (int(first), int(second)))
+    return Ratio(Fraction(int(first), int(second)))
 
 
 def parse_hour(text: str) -> ClockTime | None:

@@ -24,8 +24,7 @@ MAX_LITERALS = 12
 MAX_TIED_NAMES = 6
 # Names that mathematics gives to whole numbers; (-1)^n has no real value between them.
 _WHOLE_NAMES = frozenset("nmk")
-_STEPS = frozenset({"floor", "ceil", "mod", "sign", "max", "min", "gcd", "lcm", "factorial"})
-_COUNTS = frozenset({"binom", "perm"})
+_STEPS = frozenset("floor ceil mod sign max min gcd lcm factorial binom perm".split())
 _ENTIRE = frozenset("sin cos tan cot sec csc sinh cosh tanh coth exp arctan".split())
 # Sizes that a drawn number may have: roots and logarithms ask for large, for positive ones, arcs
 # for those below 1; and near 1 no term of a high power drowns the others.
@@ -94,10 +93,9 @@ def _grade_of_root(tree: Tree, names: list[str]) -> int:
         return _grade_of_power(tree, names)
     if tree[0] != "call":
         return 0
-    is_stepped = tree[1] in _STEPS or tree[1] in _COUNTS
     # A function of whole names may depend on their residue alone.
     is_residual = tree[1] in _ENTIRE and any(map(is_whole_name, names))
-    if is_stepped or is_residual:
+    if tree[1] in _STEPS or is_residual:
         return STEPPED_POINTS
     return 0 if tree[1] in _ENTIRE else BRANCHED_POINTS
 

@@ -58,7 +58,6 @@ from verification.math.text import normalise
 from verification.math.trees import ONE, ZERO, Tree, num, renamed, subtrees, symbols_of
 from verification.math.units import ANGLE, in_base_units, is_unit_mismatch, may_lack, settle_units
 from verification.math.values import is_constant_ratio, real_value, same_value
-from verification.verdict import Verdict
 
 MAX_ITEMS = 40
 MAX_LEVELS = 6
@@ -78,10 +77,8 @@ def same_structure(
         return verdict.is_correct
     if level > MAX_LEVELS:
         return None
-    pair = settle_choices(first, second)
-    if isinstance(pair, Verdict):
-        return pair.is_correct
-    first, second = (normalise(text) for text in pair)
+    # Letters that decide have done so above.
+    first, second = (normalise(text) for text in settle_choices(first, second))
     first, second = (
         with_determinant(normalise(respell(text, other)))
         for text, other in ((first, second), (second, first))
@@ -181,9 +178,8 @@ class _Comparison:
             return _same_ratio(a, b)
         if isinstance(a, Piecewise) and isinstance(b, Piecewise):
             return self._same_pieces(a, b)
-        if isinstance(a, Collection) or isinstance(b, Collection):
-            is_pair = isinstance(a, Collection) and isinstance(b, Collection)
-            return self._same_collection(a, b) if is_pair else False
+        if isinstance(a, Collection) and isinstance(b, Collection):
+            return self._same_collection(a, b)
         if isinstance(a, Expression) and isinstance(b, Expression):
             return self._same_expression(a, b)
         if isinstance(a, Region) and isinstance(b, Region):

@@ -54,46 +54,28 @@ _CHARS = str.maketrans(
     | {chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)}
 )
 
-_SPACES = {"\\,", "\\;", "\\:", "\\>", "\\ ", "\\quad", "\\qquad", "\\enspace", "\\thinspace"}
-_DROPPED = {
-    "\\!", "\\left", "\\right", "\\big", "\\Big", "\\bigg", "\\Bigg", "\\bigl", "\\bigr", "\\Bigl",
-    "\\Bigr", "\\displaystyle", "\\textstyle", "\\limits", "\\nolimits", "\\rm", "\\bf", "\\it",
-    "\\middle", "\\strut", "\\mathstrut", "\\normalsize", "\\large", "\\Large", "\\bm",
-    "\\boldsymbol", "\\negthinspace", "\\biggl", "\\biggr", "\\mathord", "\\ensuremath",
+# Spelling -> LaTeX commands that get it, without their backslash.
+_SPELLINGS = {
+    " ": ", ; : > quad qquad enspace thinspace",
+    "": "! left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr displaystyle textstyle "
+        "limits nolimits rm bf it middle strut mathstrut normalsize large Large bm boldsymbol "
+        "negthinspace mathord ensuremath #",
+    "\\text": "textrm textbf textit textnormal textup textsf texttt textsc textsl mbox hbox mathrm "
+              "mathbf mathit mathsf mathtt bold operatorname operatorname* emph",
+    "\\frac": "dfrac tfrac cfrac nicefrac sfrac", "\\binom": "dbinom tbinom",
+    "\\theta": "vartheta", "\\phi": "varphi", "\\epsilon": "varepsilon", "\\rho": "varrho",
+    "\\sigma": "varsigma", "\\le": "leq leqslant leqq", "\\ge": "geq geqslant geqq", "\\ne": "neq",
+    "<": "lt", ">": "gt", "*": "times cdot ast bullet", "/": "div", "...": "ldots dots cdots dotsc",
+    "\\emptyset": "varnothing O", "|": "lvert rvert vert mid", "\\{": "lbrace", "\\}": "rbrace",
+    "[": "lbrack", "]": "rbrack", ":": "colon", "%": "%", "_": "_", "and": "&",
+    "\\text{or}": "lor vee", "\\text{and}": "land wedge", "\\deg ": "degree textdegree degrees",
+    "\\cent ": "cents textcent", "£": "pounds textsterling", "€": "euro texteuro", "¥": "yen",
+    "\\$": "textdollar", "\\reals ": "R", "\\integers ": "Z", "\\naturals ": "N",
+    "\\rationals ": "Q", "\\complexes ": "C", "\\setminus": "backslash", "\\tan": "tg",
+    "\\cot": "ctg", "\\arctan": "arctg", "\\cup": "bigcup",
 }  # fmt: skip
-_COMMANDS = (
-    dict.fromkeys(_SPACES, " ")
-    | dict.fromkeys(_DROPPED, "")
-    | dict.fromkeys(["\\dfrac", "\\tfrac", "\\cfrac", "\\nicefrac", "\\sfrac"], "\\frac")
-    | {f"\\var{name}": f"\\{name}" for name in ("theta", "phi", "epsilon", "rho", "sigma")}
-    | dict.fromkeys(["\\dbinom", "\\tbinom"], "\\binom")
-    | dict.fromkeys(["\\leq", "\\leqslant", "\\leqq"], "\\le")
-    | dict.fromkeys(["\\geq", "\\geqslant", "\\geqq"], "\\ge")
-    | dict.fromkeys(["\\varnothing", "\\O"], "\\emptyset")
-    | dict.fromkeys(["\\lvert", "\\rvert", "\\vert", "\\mid"], "|")
-    | dict.fromkeys(["\\degree", "\\textdegree", "\\degrees"], "\\deg ")
-    | dict.fromkeys(["\\times", "\\cdot", "\\ast", "\\bullet"], "*")
-    | dict.fromkeys(["\\lor", "\\vee"], "\\text{or}")
-    | dict.fromkeys(["\\land", "\\wedge"], "\\text{and}")
-    | dict.fromkeys(["\\ldots", "\\dots", "\\cdots", "\\dotsc"], "...")
-    | dict.fromkeys(
-        (
-            "\\textrm \\textbf \\textit \\textnormal \\textup \\textsf \\texttt \\textsc \\mbox "
-            "\\hbox \\mathrm \\mathbf \\bold \\textsl \\mathit \\mathsf \\mathtt \\operatorname "
-            "\\emph \\operatorname*"
-        ).split(),
-        "\\text",
-    )
-)
-_COMMANDS |= {
-    "\\lbrace": "\\{", "\\rbrace": "\\}", "\\lbrack": "[", "\\rbrack": "]", "\\neq": "\\ne",
-    "\\lt": "<", "\\gt": ">", "\\div": "/", "\\cents": "\\cent ", "\\textcent": "\\cent ",
-    "\\pounds": "£", "\\textsterling": "£", "\\euro": "€", "\\texteuro": "€", "\\yen": "¥",
-    "\\textdollar": "\\$", "\\colon": ":", "\\%": "%", "\\&": "and", "\\#": "", "\\_": "_",
-    "\\R": "\\reals ", "\\Z": "\\integers ", "\\N": "\\naturals ", "\\Q": "\\rationals ",
-    "\\C": "\\complexes ", "\\backslash": "\\setminus", "\\tg": "\\tan", "\\ctg": "\\cot",
-    "\\arctg": "\\arctan", "\\bigcup": "\\cup",
-}  # fmt: skip
+_COMMANDS = {f"\\{name}": text for text, names in _SPELLINGS.items() for name in names.split()}
+_COMMANDS["\\ "] = " "
 _SET_DIFFERENCE = re.compile(r"(?<=\\reals) *[-/] ?(?=\\\{)")
 _CHOOSE = re.compile(
     r"(?:\\left ?)?[{(]([^{}()\\]{1,40})\\choose ?([^{}()\\]{1,40})(?:\\right ?)?[})]"
@@ -138,36 +120,30 @@ _COMMA_GROUP = re.compile(r"((?<![0-9])0)?\{ ?, ?\}([0-9]*)")
 _BLANKS = re.compile(r" {2,}")
 # A space parts digits (2 1/2), a command from a letter (\sin x), items and words; no more.
 _IDLE_SPACE = re.compile(r"(?<![0-9A-Za-z.,;]) | (?![0-9A-Za-z.])")
-_ALIASES = (
-    dict.fromkeys(
-        [
-            "no solution", "no solutions", "no real solution", "no real solutions", "empty set",
-            "the empty set", "none", "no real roots", "no integer solutions", "no values",
-            "there is no solution", "there are no solutions", "no such x", "no value", "\\{\\",
-            "no solution exists", "no solutions exist", "there are no real solutions",
-        ],
-        "\\emptyset",
-    )
-    | dict.fromkeys(
-        ["all real numbers", "all reals", "the real numbers", "real numbers", "all real x",
-         "all real values", "all real", "any real number", "the set of all real numbers",
-         "the set of real numbers", "all real values of x", "every real number", "any real x",
-         "all real numbers x", "all values of x", "\\forall x\\in\\reals", "for all real x"],
-        "\\reals",
-    )
-    | dict.fromkeys(
-        ["all integers", "any integer", "every integer", "integers", "the integers",
-         "the set of integers", "the set of all integers"],
-        "\\integers",
-    )
-    | dict.fromkeys(["infinity", "+\\infty", "inf", "positive infinity"], "\\infty")
-    | dict.fromkeys(["negative infinity", "-infinity", "minus infinity"], "-\\infty")
-    | dict.fromkeys(
-        ["dne", "does not exist", "d.n.e", "undefined", "not defined", "is undefined",
-         "it is undefined"],
-        "\\text{does not exist}",
-    )
-)  # fmt: skip
+# Spelling -> whole answers in words that get it.
+_MEANINGS = {
+    "\\emptyset": (
+        "no solution|no solutions|no real solution|no real solutions|no integer solutions|empty set"
+        "|the empty set|none|no real roots|no values|no value|there is no solution|no such x|\\{\\"
+        "|there are no solutions|no solution exists|no solutions exist|there are no real solutions"
+    ),
+    "\\reals": (
+        "all real numbers|all reals|the real numbers|real numbers|all real x|all real values"
+        "|all real|any real number|the set of all real numbers|the set of real numbers"
+        "|all real values of x|every real number|any real x|all real numbers x|all values of x"
+        "|\\forall x\\in\\reals|for all real x"
+    ),
+    "\\integers": (
+        "all integers|any integer|every integer|integers|the integers|the set of integers"
+        "|the set of all integers"
+    ),
+    "\\infty": "infinity|+\\infty|inf|positive infinity",
+    "-\\infty": "negative infinity|-infinity|minus infinity",
+    "\\text{does not exist}": (
+        "dne|does not exist|d.n.e|undefined|not defined|is undefined|it is undefined"
+    ),
+}
+_ALIASES = {phrase: text for text, phrases in _MEANINGS.items() for phrase in phrases.split("|")}
 _WRAPPERS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("\\boxed{", "}"), ("{", "}"))
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # Integers, decimals and fractions that `normalise` leaves as they are: most answers.

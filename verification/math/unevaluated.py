@@ -12,7 +12,7 @@ from collections import Counter
 from fractions import Fraction
 
 from megatron_rl.config.reward import UnevaluatedRule
-from verification.math.answer import spelled
+from verification.math.answer import spelled, trimmed
 from verification.math.copied import MAX_PROBLEM_CHARS, is_run, stands_in
 from verification.math.expression import parse_expression
 from verification.math.forms import form_of, is_other_form
@@ -69,7 +69,7 @@ def is_unevaluated(answer: str, reference: str, problem: str, rule: UnevaluatedR
     """Whether a right answer holds an operation that it should evaluate; see the module."""
     if rule == "accept" or max(len(answer), len(reference)) > MAX_CHARS:
         return False
-    first, second = spelled(_trim(answer), _trim(reference))
+    first, second = spelled(trimmed(answer), trimmed(reference))
     problem = with_letters(problem[:MAX_PROBLEM_CHARS])
     pair = settle_choices(first, second)
     if isinstance(pair, Verdict):
@@ -112,12 +112,6 @@ def _shows(problem: str, reference: str) -> bool:
     before = r"(?<![-0-9+*/^({\\])(?<![^A-Za-z\\][A-Za-z])"
     behind = r"(?! ?[-+*/^=(]|[0-9]|[A-Za-z](?![A-Za-z]))"
     return re.search(before + re.escape(reference) + behind, text) is not None
-
-
-def _trim(text: str) -> str:
-    """Without a full stop; an ellipsis at the end is no full stop."""
-    text = text.strip()
-    return text if text.endswith("..") else text.removesuffix(".").rstrip()
 
 
 def _is_open(extra: Counter[str], allowed: Counter[str]) -> bool:

@@ -282,8 +282,6 @@ def read_compound(text: str) -> tuple[str, Unit] | None:
 def _unit_of(name: str, largest: Unit | None) -> Unit | None:
     base = "m" if largest is None else largest.dimension.removesuffix("^1")
     spelled = _BESIDE.get(base, {}).get(name, name)
-    if largest is None and name == "m":
-        spelled = "m"
     if spelled.startswith("'"):
         return None
     unit = read_unit(spelled if spelled.startswith("\\") else f"\\text{{{spelled}}}")

@@ -11,9 +11,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 
 from megatron_rl.config.reward import StepKind, VerifierConfig
-from verification.pool.frames import MAX_DATAGRAM_BYTES, Born, Fork, encode, news_decoder
+from verification.pool.frames import MAX_DATAGRAM_BYTES, Born, Fork, encoder, news_decoder
 from verification.pool.grading_process import GradingProcess
 from verification.rules import RewardRules
 
@@ -63,7 +64,7 @@ class ForkClient:
         last_words = tempfile.TemporaryFile()
         process = GradingProcess(number, ours, last_words)
         self._processes[number] = process
-        message = encode(Fork(number, pool, *needs))
+        message = encoder.encode(Fork(number, pool, *needs))
         with theirs:
             try:
                 socket.send_fds(self._socket, [message], [theirs.fileno(), last_words.fileno()])
@@ -126,7 +127,7 @@ class ForkClient:
                 pass_fds=[theirs.fileno()],
                 # Ctrl-C reaches only the verifier, which then ends the server.
                 start_new_session=True,
-                env=_environment(),
+                env=clean_variables(path or os.getcwd() for path in sys.path),
             )
 
     def _lose_all(self) -> list[GradingProcess]:
@@ -150,8 +151,11 @@ class ForkClient:
         return lost
 
 
-def _environment() -> dict[str, str]:
-    """Clean environment, so that a custom reward finds no secrets."""
-    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-    search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    return kept | dict.fromkeys(_ONE_THREAD, "1") | {"PYTHONPATH": search_path}
+def clean_variables(search_path: Iterable[str], names: Iterable[str] = ()) -> dict[str, str]:
+    """Variables for a process of a user's functions, which finds no secrets of the run in them.
+
+    names: of further variables that pass.
+    """
+    kept = {name: os.environ[name] for name in (*_KEPT_VARIABLES, *names) if name in os.environ}
+    one_thread = dict.fromkeys(_ONE_THREAD, "1")
+    return kept | one_thread | {"PYTHONPATH": os.pathsep.join(search_path)}

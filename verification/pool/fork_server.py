@@ -22,7 +22,7 @@ import time
 from typing import NoReturn
 
 from megatron_rl.config.reward import CODE, CUSTOM, VerifierConfig
-from verification.pool.frames import MAX_DATAGRAM_BYTES, Born, Died, Fork, encode, fork_decoder
+from verification.pool.frames import MAX_DATAGRAM_BYTES, Born, Died, Fork, encoder, fork_decoder
 from verification.pool.grader import Grader, limit_resources
 from verification.rules import RewardRules
 from verification.sandbox.cgroup import remove_stale_groups
@@ -106,7 +106,7 @@ class ForkServer:
         # Only this process reaps its children, so the pid is still the child's.
         pidfd = os.pidfd_open(pid)
         try:
-            socket.send_fds(self._connection, [encode(Born(fork.number, pid))], [pidfd])
+            socket.send_fds(self._connection, [encoder.encode(Born(fork.number, pid))], [pidfd])
         except (BrokenPipeError, ConnectionResetError):
             return False
         finally:
@@ -186,7 +186,8 @@ class ForkServer:
             _, status = os.waitpid(found.si_pid, 0)
             number = self._numbers.pop(found.si_pid)
             try:
-                self._connection.send(encode(Died(number, os.waitstatus_to_exitcode(status))))
+                died = Died(number, os.waitstatus_to_exitcode(status))
+                self._connection.send(encoder.encode(died))
             except (BrokenPipeError, ConnectionResetError):
                 pass  # The verifier closed.
 

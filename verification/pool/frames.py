@@ -74,14 +74,14 @@ class Retiring(msgspec.Struct, frozen=True, tag="Retiring"):
 
 
 Reply = Loaded | Graded | GradeFailed | Aborted | Retiring
-_encoder = msgspec.msgpack.Encoder()
+encoder = msgspec.msgpack.Encoder()
 grade_decoder = msgspec.msgpack.Decoder(Grade)
 reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def pack(message: Grade | Reply) -> bytes:
     """Frame of a message: its length and msgpack."""
-    body = _encoder.encode(message)
+    body = encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
@@ -137,8 +137,3 @@ News = Born | Died
 fork_decoder = msgspec.msgpack.Decoder(Fork)
 news_decoder: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
 MAX_DATAGRAM_BYTES = 1 << 16
-
-
-def encode(message: Fork | News) -> bytes:
-    """Datagram of a message."""
-    return _encoder.encode(message)

@@ -44,11 +44,6 @@ class Item(msgspec.Struct):
         return self.draft.request
 
     @property
-    def kind(self) -> StepKind:
-        """Kind of the next step."""
-        return self.draft.steps[0].kind
-
-    @property
     def needs_quiet(self) -> bool:
         """Whether the host was too busy for an earlier attempt."""
         return HOST in self.faults
@@ -56,7 +51,7 @@ class Item(msgspec.Struct):
     @property
     def needs(self) -> tuple[StepKind, str]:
         """Kind of step and task to load first."""
-        return self.kind, self.request.task
+        return self.draft.steps[0].kind, self.request.task
 
 
 class GradingProcess:

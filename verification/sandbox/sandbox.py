@@ -189,8 +189,8 @@ class Sandbox(Closing):
         self._check_host(result, end)
         return msgspec.structs.replace(
             result,
-            output=_read_file(output, limits.file_bytes),
-            errors=_read_file(errors, ERROR_BYTES).decode(errors="replace"),
+            output=os.pread(output, limits.file_bytes, 0),
+            errors=os.pread(errors, ERROR_BYTES, 0).decode(errors="replace"),
         )
 
     def _check_host(self, result: ProgramResult, end: str) -> None:
@@ -221,7 +221,9 @@ class Sandbox(Closing):
         return json.loads(data)
 
     def _last_words(self) -> str:
-        return _read_file(self._words, ERROR_BYTES).decode(errors="replace").strip() or "no message"
+        return (
+            os.pread(self._words, ERROR_BYTES, 0).decode(errors="replace").strip() or "no message"
+        )
 
     def _start(
         self, roots: isolation.Roots, theirs: socket.socket, group: ControlGroup | None
@@ -379,11 +381,6 @@ def _make_file(content: bytes | None = None) -> int:
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     return descriptor
-
-
-def _read_file(descriptor: int, limit: int) -> bytes:
-    """The first `limit` bytes of a file."""
-    return os.pread(descriptor, limit, 0)
 
 
 @contextlib.contextmanager

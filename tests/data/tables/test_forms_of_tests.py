@@ -17,7 +17,8 @@ from megatron_rl.data.tables.source import Reading, read_files
 from megatron_rl.data.tables.test_forms import entry_of
 from megatron_rl.data.tables.test_forms import tests_in_answer as read_answer
 from megatron_rl.protocol.types import Prompt
-from verification.code.grading import CodeLimits, grade, parse_tests, prepare
+from verification.code.grading import CodeLimits, grade, prepare
+from verification.code.problem import parse_tests
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -14,7 +14,7 @@ from megatron_rl.protocol.types import Prompt
 from tests.verification.code import human_eval_tasks
 from tests.verification.requests import boxed
 from verification import settings
-from verification.code.grading import parse_tests
+from verification.code.problem import parse_tests
 from verification.library import Grading, Sample
 
 PAGE = Path(__file__).resolve().parent.parent.parent.parent / "docs" / "evaluation.md"

@@ -11,16 +11,9 @@ from megatron_rl.config.reward import RewardConfig
 from megatron_rl.protocol.types import Prompt
 from tests.verification.code import human_eval_tasks
 from tests.verification.code.cpp_problems import PROBLEMS
-from verification.code.grading import (
-    Case,
-    CodeLimits,
-    CodeTests,
-    draw_cases,
-    grade,
-    parse_tests,
-    prepare,
-)
+from verification.code.grading import Case, CodeLimits, CodeTests, draw_cases, grade, prepare
 from verification.code.languages import LANGUAGES, find_language
+from verification.code.problem import parse_tests
 from verification.code.setup import longest_item_s, with_own_limits
 from verification.settings import check_prompts
 from verification.verdict import GradingError

@@ -5,8 +5,9 @@ import time
 import msgspec
 import pytest
 
-from verification.code.grading import Case, CodeLimits, CodeTests, grade, parse_tests, prepare
+from verification.code.grading import Case, CodeLimits, CodeTests, grade, prepare
 from verification.code.output_comparison import OUTPUT_COMPARISONS
+from verification.code.problem import parse_tests
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,10 @@ from verification.code.grading import (
     CodeTests,
     grade,
     make_jobs,
-    parse_tests,
     prepare,
     run_unit_tests,
 )
-from verification.code.problem import PACKAGES
+from verification.code.problem import PACKAGES, parse_tests
 from verification.code.setup import open_sandbox
 from verification.sandbox import confinement
 from verification.sandbox.sandbox import Sandbox

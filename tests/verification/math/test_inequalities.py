@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from verification.math.expression import parse_expression
+from tests.verification.math.trees import parsed, region_of
 from verification.math.inequalities import is_positive_multiple, solution
-from verification.math.regions import parse_region, same_region
+from verification.math.regions import same_region
 
 
 @pytest.mark.parametrize(
@@ -34,9 +34,7 @@ from verification.math.regions import parse_region, same_region
     ],
 )
 def test_inequalities_hold_where_algebra_says(text: str, intervals: str) -> None:
-    region, other = parse_region(text), parse_region(intervals)
-    assert region is not None and other is not None
-    assert same_region(region, other) is True
+    assert same_region(region_of(text), region_of(intervals)) is True
 
 
 @pytest.mark.parametrize(
@@ -51,23 +49,18 @@ def test_inequalities_hold_where_algebra_says(text: str, intervals: str) -> None
     ],
 )
 def test_near_misses_of_inequalities_differ(text: str, intervals: str) -> None:
-    region, other = parse_region(text), parse_region(intervals)
-    assert region is not None and other is not None
-    assert same_region(region, other) is False
+    assert same_region(region_of(text), region_of(intervals)) is False
 
 
 @pytest.mark.parametrize(
     "text", ["\\sin x", "2x-10^{400}", "x^{11}", "x+y", "\\sqrt{x}-2", "2^x-8", "7"]
 )
 def test_other_functions_are_left_open(text: str) -> None:
-    tree = parse_expression(text)
-    assert tree is not None
-    assert solution(tree, "<") is None
+    assert solution(parsed(text), "<") is None
 
 
 def test_high_degrees_take_little_time() -> None:
-    tree = parse_expression("(x-1)(x-2)^3(x-\\frac{1}{3})^2(x^2-3)(x+\\frac{7}{11})^2")
-    assert tree is not None
+    tree = parsed("(x-1)(x-2)^3(x-\\frac{1}{3})^2(x^2-3)(x+\\frac{7}{11})^2")
     start = time.process_time()
     pieces = solution(tree, ">=")
     assert time.process_time() - start < 1
@@ -77,7 +70,6 @@ def test_high_degrees_take_little_time() -> None:
 
 
 def test_inequalities_in_two_variables_keep_their_direction() -> None:
-    first, second, third = map(parse_expression, ("1-x-y", "2-2x-2y", "x+y-1"))
-    assert first is not None and second is not None and third is not None
+    first, second, third = map(parsed, ("1-x-y", "2-2x-2y", "x+y-1"))
     assert is_positive_multiple(first, second) is True
     assert is_positive_multiple(first, third) is False

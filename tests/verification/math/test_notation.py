@@ -4,13 +4,13 @@ from fractions import Fraction
 
 import pytest
 
+from tests.verification.math.trees import parsed
 from verification.math.bound_names import (
     is_class,
     same_but_for_constants,
     same_progression,
     with_bound_names,
 )
-from verification.math.expression import parse_expression
 from verification.math.notation import (
     read_congruence,
     respell,
@@ -79,9 +79,7 @@ def test_congruences_are_equal_by_their_classes(first: str, second: str, is_same
 def test_a_class_may_be_written_as_its_numbers(
     text: str, residue: int, modulus: int, is_same: bool
 ) -> None:
-    tree = parse_expression(text)
-    assert tree is not None
-    assert is_class(tree, Fraction(residue), modulus) is is_same
+    assert is_class(parsed(text), Fraction(residue), modulus) is is_same
 
 
 def test_whole_numbers_are_bound_by_a_condition_or_by_periods() -> None:
@@ -102,11 +100,9 @@ def test_whole_numbers_are_bound_by_a_condition_or_by_periods() -> None:
      ("\\pi/2+k\\pi", "-\\pi/2+k\\pi", True), ("\\pi/3+2k\\pi", "-\\pi/3+2k\\pi", False)],
 )  # fmt: skip
 def test_progressions_are_compared_as_sets(first: str, second: str, is_same: bool | None) -> None:
-    texts = (text.replace("k", "k_\\integers ") for text in (first, second))
-    trees = tuple(map(parse_expression, texts))
-    assert trees[0] is not None and trees[1] is not None
-    assert same_progression(trees[0], trees[1]) is is_same
-    assert same_progression(trees[1], trees[0]) is is_same
+    one, other = (parsed(text.replace("k", "k_\\integers ")) for text in (first, second))
+    assert same_progression(one, other) is is_same
+    assert same_progression(other, one) is is_same
 
 
 @pytest.mark.parametrize(
@@ -116,10 +112,9 @@ def test_progressions_are_compared_as_sets(first: str, second: str, is_same: boo
      ("C_1x+C_2x^2", "C_1x+C_2x^3", False), ("\\cos C+x", "\\cos c+x", None)],
 )  # fmt: skip
 def test_free_constants_may_have_other_names(first: str, second: str, is_same: bool | None) -> None:
-    trees = parse_expression(first), parse_expression(second)
-    assert trees[0] is not None and trees[1] is not None
-    assert same_but_for_constants(*trees) is is_same
-    assert same_but_for_constants(*trees[::-1]) is is_same
+    one, other = parsed(first), parsed(second)
+    assert same_but_for_constants(one, other) is is_same
+    assert same_but_for_constants(other, one) is is_same
 
 
 @pytest.mark.parametrize(

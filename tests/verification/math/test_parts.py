@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import pytest
 
+from tests.verification.math.trees import is_same, parsed, region_of
 from verification.math.applications import settled_pairs, with_names_for_applications
 from verification.math.expression import parse_expression
 from verification.math.library import same_by_library
@@ -13,7 +14,7 @@ from verification.math.regions import parse_region, same_region
 from verification.math.split import enclosed, split_at
 from verification.math.text import normalise
 from verification.math.units import split_unit
-from verification.math.values import is_constant_ratio, real_value, same_value
+from verification.math.values import is_constant_ratio, real_value
 
 
 @pytest.mark.parametrize(
@@ -77,9 +78,7 @@ def test_factors_and_words_are_no_units(text: str) -> None:
     ],
 )  # fmt: skip
 def test_expressions_have_their_values(text: str, digits: str) -> None:
-    tree = parse_expression(text)
-    assert tree is not None
-    value = real_value(tree)
+    value = real_value(parsed(text))
     assert value is not None
     assert abs(float(value) - float(digits)) < 1e-14
 
@@ -114,34 +113,27 @@ def test_text_outside_the_grammar_is_no_expression(text: str) -> None:
 
 
 def test_values_beyond_bounds_are_left_open() -> None:
-    tower, seven = parse_expression("9^{9^{9^9}}"), parse_expression("7")
-    assert tower is not None
-    assert seven is not None
-    assert same_value(tower, seven) is None
-    assert same_value(seven, tower) is None
+    assert is_same("9^{9^{9^9}}", "7") is None
 
 
 def test_equations_are_equal_up_to_a_factor() -> None:
-    first, second, third = map(parse_expression, ("2x+4y-6", "x+2y-3", "x+2y-4"))
-    assert first is not None and second is not None and third is not None
+    first, second, third = map(parsed, ("2x+4y-6", "x+2y-3", "x+2y-4"))
     assert is_constant_ratio(first, second) is True
     assert is_constant_ratio(first, third) is False
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "is_same"),
+    ("first", "second", "is_right"),
     [
         ("[0,3]", "[0,2]\\cup(1,3]", True), ("[0,3]", "[0,1)\\cup(1,3]", False),
         ("x\\ne2", "\\reals\\setminus\\{2\\}", True), ("(0,2)\\cap(1,3)", "1<x<2", True),
         ("0<x<1", "0<y<1", False), ("(3,\\infty)", "(3,\\infty]", False), ("(0,a)", "(0,a)", None),
     ],
 )  # fmt: skip
-def test_regions_are_compared_by_membership(first: str, second: str, is_same: bool | None) -> None:
-    region, other = parse_region(first), parse_region(second)
-    assert region is not None
-    assert other is not None
-    assert same_region(region, other) is is_same
-    assert same_region(other, region) is is_same
+def test_regions_are_compared_by_membership(first: str, second: str, is_right: bool | None) -> None:
+    region, other = region_of(first), region_of(second)
+    assert same_region(region, other) is is_right
+    assert same_region(other, region) is is_right
 
 
 @pytest.mark.parametrize(
@@ -161,9 +153,7 @@ def test_words_between_answers_make_no_set_of_them(text: str) -> None:
      "\\cup(2,\\infty)"), ("[0,1]\\text{or}[1,2]", "[0,2]")],
 )  # fmt: skip
 def test_words_between_conditions_are_set_operations(text: str, same: str) -> None:
-    region, other = parse_region(text), parse_region(same)
-    assert region is not None and other is not None
-    assert same_region(region, other) is True
+    assert same_region(region_of(text), region_of(same)) is True
 
 
 def test_a_pair_is_read_as_tuple_and_as_interval() -> None:
@@ -192,9 +182,7 @@ def test_a_letter_before_parentheses_has_the_meanings_that_both_texts_leave_open
 
 
 def test_values_of_named_functions_are_symbols_of_their_arguments() -> None:
-    first, second = (parse_expression(f"f\\of({inside})") for inside in ("x+1", "1+x"))
-    other = parse_expression("f\\of(x)")
-    assert first is not None and second is not None and other is not None
+    first, second, other = (parsed(f"f\\of({inside})") for inside in ("x+1", "1+x", "x"))
     one, two = with_names_for_applications(first, second) or (first, other)
     assert one == two
     one, two = with_names_for_applications(first, other) or (first, first)

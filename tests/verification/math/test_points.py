@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verification.math.expression import parse_expression
+from tests.verification.math.trees import is_same, parsed
 from verification.math.points import points_of
 from verification.math.trees import symbols_of
 from verification.math.values import is_constant_ratio, same_value
@@ -16,16 +16,8 @@ from verification.math.values import is_constant_ratio, same_value
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def _same(first: str, second: str) -> bool | None:
-    trees = [parse_expression(text) for text in (first, second)]
-    assert trees[0] is not None and trees[1] is not None
-    result = same_value(*trees)
-    assert same_value(*trees[::-1]) is result
-    return result
-
-
 def _call(name: str, *texts: str) -> tuple:
-    return ("call", name, *map(parse_expression, texts))
+    return ("call", name, *map(parsed, texts))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +50,7 @@ def _call(name: str, *texts: str) -> tuple:
     ],
 )  # fmt: skip
 def test_expressions_that_differ_somewhere_are_different(first: str, second: str) -> None:
-    assert _same(first, second) is False
+    assert is_same(first, second) is False
 
 
 @pytest.mark.parametrize(
@@ -94,11 +86,11 @@ def test_expressions_that_differ_somewhere_are_different(first: str, second: str
     ],
 )  # fmt: skip
 def test_expressions_that_agree_everywhere_are_equal(first: str, second: str) -> None:
-    assert _same(first, second) is True
+    assert is_same(first, second) is True
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "is_same"),
+    ("first", "second", "is_right"),
     [
         (_call("mod", "n", "2"), "\\frac{1-(-1)^n}{2}", True), (_call("mod", "n", "2"), "1", False),
         (_call("mod", "n", "6"), "n-6\\lfloor\\frac{n}{6}\\rfloor", True),
@@ -119,17 +111,15 @@ def test_expressions_that_agree_everywhere_are_equal(first: str, second: str) ->
     ],
 )  # fmt: skip
 def test_steps_and_extremes_are_compared_on_both_sides(
-    first: tuple, second: str, is_same: bool
+    first: tuple, second: str, is_right: bool
 ) -> None:
-    other = parse_expression(second)
-    assert other is not None
-    assert same_value(first, other) is is_same
-    assert same_value(other, first) is is_same
+    other = parsed(second)
+    assert same_value(first, other) is is_right
+    assert same_value(other, first) is is_right
 
 
 def test_points_depend_on_both_expressions_and_on_nothing_else() -> None:
-    first, second, third = map(parse_expression, ("\\sqrt{x}+y", "y+\\sqrt{x}", "y+\\sqrt{x}+0"))
-    assert first is not None and second is not None and third is not None
+    first, second, third = map(parsed, ("\\sqrt{x}+y", "y+\\sqrt{x}", "y+\\sqrt{x}+0"))
     count, drawn = points_of(first, second, ["x", "y"])
     points = [*drawn]
     assert len(points) > count
@@ -150,8 +140,7 @@ def test_points_depend_on_both_expressions_and_on_nothing_else() -> None:
 
 
 def test_whole_names_take_every_small_number_and_large_ones_of_both_signs() -> None:
-    tree = parse_expression("\\lfloor\\frac{n}{2}\\rfloor")
-    assert tree is not None
+    tree = parsed("\\lfloor\\frac{n}{2}\\rfloor")
     count, points = points_of(tree, ("num", 0), ["n"])
     values = {point["n"] for point, _ in zip(points, range(count), strict=False)}
     assert {value.denominator for value in values} == {1}
@@ -161,20 +150,16 @@ def test_whole_names_take_every_small_number_and_large_ones_of_both_signs() -> N
 
 
 def test_a_product_that_vanishes_at_points_of_another_pair_is_not_zero() -> None:
-    tree, zero = parse_expression("x"), parse_expression("0")
-    assert tree is not None and zero is not None
-    count, points = points_of(tree, zero, ["x"])
+    count, points = points_of(parsed("x"), parsed("0"), ["x"])
     roots = [next(points)["x"] for _ in range(count)]
     factors = "".join(f"(x-({root.numerator}/{root.denominator}))" for root in roots)
-    assert _same(factors, "0") is False
-    assert _same(f"x+{factors}", "x") is False
+    assert is_same(factors, "0") is False
+    assert is_same(f"x+{factors}", "x") is False
 
 
 def test_equations_need_one_factor_everywhere() -> None:
     def ratio(first: str, second: str) -> bool | None:
-        trees = [parse_expression(text) for text in (first, second)]
-        assert trees[0] is not None and trees[1] is not None
-        return is_constant_ratio(*trees)
+        return is_constant_ratio(parsed(first), parsed(second))
 
     assert ratio("2x-4y", "2y-x") is True
     assert ratio("x-y", "x^2-y^2") is False
@@ -193,6 +178,6 @@ def test_ordinary_expressions_are_compared_in_a_few_milliseconds() -> None:
     ]  # fmt: skip
     for first, second in pairs:
         start = time.process_time()
-        assert _same(first, second) is True
+        assert is_same(first, second) is True
         # Both ways round: about 10 ms for the slowest.
         assert time.process_time() - start < 0.15

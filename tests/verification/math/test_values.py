@@ -4,18 +4,10 @@ import time
 
 import pytest
 
+from tests.verification.math.trees import is_same, parsed
 from verification.math.answer import compare
-from verification.math.expression import parse_expression
-from verification.math.values import real_value, same_value
+from verification.math.values import real_value
 from verification.verdict import CORRECT
-
-
-def _same(first: str, second: str) -> bool | None:
-    trees = [parse_expression(text) for text in (first, second)]
-    assert trees[0] is not None and trees[1] is not None
-    result = same_value(*trees)
-    assert same_value(*trees[::-1]) is result
-    return result
 
 
 @pytest.mark.parametrize(
@@ -49,7 +41,7 @@ def _same(first: str, second: str) -> bool | None:
     ],
 )  # fmt: skip
 def test_close_numbers_are_different(first: str, second: str) -> None:
-    assert _same(first, second) is False
+    assert is_same(first, second) is False
 
 
 @pytest.mark.parametrize(
@@ -80,7 +72,7 @@ def test_close_numbers_are_different(first: str, second: str) -> None:
     ],
 )  # fmt: skip
 def test_equal_numbers_are_equal(first: str, second: str) -> None:
-    assert _same(first, second) is True
+    assert is_same(first, second) is True
 
 
 @pytest.mark.parametrize(
@@ -93,7 +85,7 @@ def test_equal_numbers_are_equal(first: str, second: str) -> None:
 def test_numbers_that_agree_as_far_as_they_can_be_computed_are_never_equal(
     first: str, second: str
 ) -> None:
-    assert _same(first, second) is not True
+    assert is_same(first, second) is not True
 
 
 @pytest.mark.parametrize(
@@ -116,7 +108,7 @@ def test_close_numbers_within_structures_are_different(answer: str, reference: s
 
 def test_real_values_are_ordered_exactly() -> None:
     spelled = ["-10^{400}", "0", "5^{-2024}", "4^{-2024}", "1-9^{-500}", "1", "e^{\\pi\\sqrt{163}}"]
-    values = [real_value(parse_expression(text) or ()) for text in spelled]
+    values = [real_value(parsed(text)) for text in spelled]
     assert sorted(values[::-1]) == values
     assert len(set(map(id, values))) == len(values)
     assert values[3] > values[2]
@@ -133,6 +125,6 @@ def test_real_values_are_ordered_exactly() -> None:
 )  # fmt: skip
 def test_large_numbers_take_bounded_time(text: str) -> None:
     start = time.process_time()
-    result = _same(text, text + "+1")
+    result = is_same(text, text + "+1")
     assert time.process_time() - start < 4
     assert result is not True

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.config.reward import TaskConfig, VerifierConfig, WorkerPoolConfig
 from megatron_rl.protocol.types import ScoreDone, ScoreFailed, ScoreRequest
-from tests.verification.requests import boxed, make_request, make_rules
+from tests.verification.requests import boxed, collect, make_request, make_rules
 from verification.draft import Draft
 from verification.pool.faults import Repetitions
 from verification.pool.fork_client import ForkServerDied
@@ -49,17 +49,6 @@ def pool() -> Iterator[Pool]:
         yield pool
 
 
-def _collect(pool: Pool, limit_s: float) -> dict[int, Finished]:
-    """What is finished, by request id, once nothing is pending."""
-    finished: dict[int, Finished] = {}
-    deadline = time.monotonic() + limit_s
-    while pool.pending:
-        assert time.monotonic() < deadline, f"{pool.pending} items are late"
-        wait([pool], 0.05)
-        finished |= {reply.request_id: reply for reply in pool.collect()}
-    return finished
-
-
 def _submit(pool: Pool, request: ScoreRequest) -> dict[int, Finished]:
     """Give a request to the pool, or return the score where plain text decides it."""
     found = screen(request, RULES)
@@ -93,7 +82,7 @@ def test_hung_task_is_killed_at_its_deadline_and_keeps_the_format_reward(pool: P
     _submit(pool, _hostile("hang", 100))
     _submit_neighbours(pool, range(6, 12))
     start = time.monotonic()
-    finished = _collect(pool, 120)
+    finished = collect(pool, 120)
     elapsed_s = time.monotonic() - start
     _assert_graded(finished, range(12))
     hung = finished[100]
@@ -107,12 +96,12 @@ def test_hung_task_is_killed_at_its_deadline_and_keeps_the_format_reward(pool: P
 def test_deadline_is_kept_when_processes_are_warm(pool: Pool) -> None:
     _submit(pool, _hostile("obey", 1))
     _submit(pool, _hostile("hang", 2))
-    _collect(pool, 120)
+    collect(pool, 120)
     _submit(pool, _hostile("obey", 3))
-    _collect(pool, 120)
+    collect(pool, 120)
     start = time.monotonic()
     _submit(pool, _hostile("hang", 4))
-    _collect(pool, 120)
+    collect(pool, 120)
     # Two deadlines, a fraction of a second to load the plugged-in function, and for a busy host.
     assert 2 * TIMEOUT_S * 0.9 < time.monotonic() - start < 2 * TIMEOUT_S + 60
 
@@ -125,7 +114,7 @@ def test_process_that_exits_is_our_own_failure_and_never_a_reward(pool: Pool) ->
     for request_id, (name, _) in faulty.items():
         _submit(pool, _hostile(name, request_id))
         _submit(pool, _hostile("obey", request_id + 100))
-    finished = _collect(pool, 120)
+    finished = collect(pool, 120)
     for request_id, (_, reason) in faulty.items():
         failed, neighbour = finished[request_id], finished[request_id + 100]
         assert isinstance(failed, ScoreFailed)
@@ -142,7 +131,7 @@ def test_one_fault_of_many_completions_is_told_once_with_a_count(
     # Each of six is tried twice: 12 attempts end alike.
     for number in range(6):
         _submit(pool, _hostile("exit_at_once", number))
-    assert len(_collect(pool, 10)) == 6
+    assert len(collect(pool, 10)) == 6
     told = [message for message in caplog.messages if "attempt" in message]
     assert len(told) == 2 and "exit code 7" in told[0] and told[1].endswith("(10 times so far)")
 
@@ -171,7 +160,7 @@ def test_poison_counts_as_the_completions_fault_when_it_fails_twice_alike(
 ) -> None:
     _submit(pool, _hostile(name, 100))
     _submit_neighbours(pool, range(0, 4))
-    finished = _collect(pool, 120)
+    finished = collect(pool, 120)
     poisoned = finished[100]
     assert isinstance(poisoned, ScoreDone)
     assert (poisoned.score.reward, poisoned.score.reason) == (0.1, reason)
@@ -180,7 +169,7 @@ def test_poison_counts_as_the_completions_fault_when_it_fails_twice_alike(
 
 def test_death_that_does_not_repeat_costs_nothing(pool: Pool, tmp_path: Path) -> None:
     _submit(pool, _hostile("die_once", 1, entry=str(tmp_path / "died")))
-    reply = _collect(pool, 120)[1]
+    reply = collect(pool, 120)[1]
     assert isinstance(reply, ScoreDone)
     assert reply.score.reward == 1.0
     assert pool.deaths == 1
@@ -188,10 +177,10 @@ def test_death_that_does_not_repeat_costs_nothing(pool: Pool, tmp_path: Path) ->
 
 def test_process_killed_from_outside_while_idle_is_replaced(pool: Pool) -> None:
     _submit_neighbours(pool, range(0, 2))
-    _collect(pool, 120)
+    collect(pool, 120)
     os.kill(pool.pids[0], signal.SIGKILL)
     _submit_neighbours(pool, range(2, 8))
-    _assert_graded(_collect(pool, 120), range(2, 8))
+    _assert_graded(collect(pool, 120), range(2, 8))
 
 
 def test_process_killed_from_outside_at_work_loses_no_item(pool: Pool) -> None:
@@ -201,7 +190,7 @@ def test_process_killed_from_outside_at_work_loses_no_item(pool: Pool) -> None:
         wait([pool], 0.05)
         finished |= {reply.request_id: reply for reply in pool.collect()}
     os.kill(pool.pids[0], signal.SIGKILL)
-    finished |= _collect(pool, 120)
+    finished |= collect(pool, 120)
     assert len(finished) == 60
     _assert_graded(finished, range(60))
 
@@ -209,7 +198,7 @@ def test_process_killed_from_outside_at_work_loses_no_item(pool: Pool) -> None:
 def test_broken_or_unknown_plug_in_fails_with_its_name(pool: Pool) -> None:
     _submit(pool, _hostile("return_nothing", 1))
     _submit(pool, _hostile("no_such_task", 2))
-    finished = _collect(pool, 120)
+    finished = collect(pool, 120)
     assert isinstance(finished[1], ScoreFailed)
     assert "returned None of the type NoneType, expected a bool" in finished[1].reason
     assert isinstance(finished[2], ScoreFailed)
@@ -219,7 +208,7 @@ def test_broken_or_unknown_plug_in_fails_with_its_name(pool: Pool) -> None:
 def test_other_pools_and_processes_work_on_while_one_hangs() -> None:
     with Pool(_limits(workers=2, timeout_s=6.0), RULES) as pool:
         _submit_neighbours(pool, range(0, 2))
-        _collect(pool, 120)
+        collect(pool, 120)
         _submit(pool, _hostile("hang", 100))
         pool.collect()
         _submit_neighbours(pool, range(2, 4))
@@ -235,7 +224,7 @@ def test_other_pools_and_processes_work_on_while_one_hangs() -> None:
 def test_slow_answer_leaves_its_worker_and_holds_up_nobody() -> None:
     with Pool(_limits(timeout_s=10.0), RULES) as pool:
         _submit_neighbours(pool, range(0, 2))
-        _collect(pool, 120)
+        collect(pool, 120)
         # About a second of computing: long, but within its limit.
         box = "\\sum_{n=1}^{3000} \\frac{1}{n^2}"
         _submit(pool, make_request(boxed(box), answer="\\frac{1}{7}+x", request_id=9))
@@ -256,7 +245,7 @@ def test_large_completions_pass_through(pool: Pool) -> None:
     for request_id in range(6):
         text = f"<think>{thoughts}</think>\\boxed{{(x+1)(x-1)}}"
         _submit(pool, make_request(text, answer="x^2-1", request_id=request_id))
-    finished = _collect(pool, 120)
+    finished = collect(pool, 120)
     assert all(isinstance(o, ScoreDone) and o.score.is_correct for o in finished.values())
     assert len(finished) == 6
 
@@ -267,7 +256,7 @@ def test_bombs_are_contained_and_ordinary_items_stay_right(pool: Pool) -> None:
     for number, bomb in enumerate(BOMBS):
         finished |= _submit(pool, make_request(boxed(bomb), request_id=1000 + number))
     _submit_neighbours(pool, range(0, 40))
-    finished |= _collect(pool, 100)
+    finished |= collect(pool, 100)
     _assert_graded(finished, range(40))
     for number, bomb in enumerate(BOMBS):
         reply = finished[1000 + number]
@@ -280,10 +269,10 @@ def test_bombs_are_contained_and_ordinary_items_stay_right(pool: Pool) -> None:
 
 def test_short_answers_are_graded_fast(pool: Pool) -> None:
     _submit_neighbours(pool, range(0, 2))
-    _collect(pool, 120)
+    collect(pool, 120)
     start = time.monotonic()
     _submit_neighbours(pool, range(0, 256))
-    _assert_graded(_collect(pool, 120), range(256))
+    _assert_graded(collect(pool, 120), range(256))
     # Measured: 0.1 to 0.5 s; a process for each answer would need minutes.
     assert time.monotonic() - start < 30
 
@@ -293,7 +282,7 @@ def test_grading_process_inherits_nothing_but_its_socket(pool: Pool, tmp_path: P
     with (tmp_path / "secret").open("w") as file:
         os.set_inheritable(file.fileno(), True)
         _submit(pool, _hostile("list_open_files", 1, entry=str(report)))
-        _collect(pool, 120)
+        collect(pool, 120)
     opened = report.read_text().split()
     assert opened.count("socket") == 1
     assert "secret" not in report.read_text()
@@ -309,7 +298,7 @@ def test_no_process_outlives_the_pool_and_none_is_a_zombie(tmp_path: Path) -> No
         _submit(pool, _hostile("leave_grandchild", 1, entry=str(marker)))
         _submit(pool, _hostile("exit_at_once", 2))
         _submit(pool, _hostile("obey", 3))
-        _collect(pool, 120)
+        collect(pool, 120)
         assert pool.pids
         deadline = time.monotonic() + 60
         # The fork server and its live children: those that were killed are reaped within moments.
@@ -335,10 +324,10 @@ def test_processes_of_a_big_parent_do_not_retire_for_its_memory(pool: Pool) -> N
     # Linux counts what the parent held before exec in the child's ru_maxrss.
     ballast = bytearray(b"x" * 1_200_000_000)
     _submit_neighbours(pool, range(0, 8))
-    _assert_graded(_collect(pool, 120), range(8))
+    _assert_graded(collect(pool, 120), range(8))
     first = pool.pids
     _submit_neighbours(pool, range(8, 16))
-    _assert_graded(_collect(pool, 120), range(8, 16))
+    _assert_graded(collect(pool, 120), range(8, 16))
     assert pool.pids == first != []
     del ballast
 
@@ -350,7 +339,7 @@ def test_death_of_the_fork_server_loses_no_item_and_blames_none(pool: Pool) -> N
         wait([pool], 0.05)
         finished |= {reply.request_id: reply for reply in pool.collect()}
     os.kill(psutil.Process(pool.pids[0]).ppid(), signal.SIGKILL)
-    finished |= _collect(pool, 120)
+    finished |= collect(pool, 120)
     assert len(finished) == 60
     _assert_graded(finished, range(60))
     assert pool.deaths == 0
@@ -365,7 +354,7 @@ def _fork_server(pool: Pool) -> int:
         if pool.pids:
             return psutil.Process(pool.pids[0]).ppid()
         _submit(pool, _hostile("obey", number))
-        _collect(pool, 120)
+        collect(pool, 120)
     raise AssertionError("no worker stayed after 30 items")
 
 
@@ -374,7 +363,7 @@ def test_a_suspect_gives_way_and_the_fork_server_does_not(pool: Pool, tmp_path: 
     # of its own would lower the server's, and with it each later fork.
     for number in range(3):
         _submit(pool, _hostile("die_once", number, entry=str(tmp_path / str(number))))
-        _collect(pool, 120)
+        collect(pool, 120)
     server = _fork_server(pool)
     assert os.getpriority(os.PRIO_PROCESS, server) == 0
     group = Path(f"/proc/{server}/autogroup")
@@ -385,6 +374,6 @@ def test_fork_server_that_keeps_dying_is_given_up(pool: Pool) -> None:
     with pytest.raises(ForkServerDied, match="died 3 times, now with exit code -9"):
         for start in range(0, 40, 10):
             _submit_neighbours(pool, range(start, start + 2))
-            _collect(pool, 120)
+            collect(pool, 120)
             os.kill(psutil.Process(pool.pids[0]).ppid(), signal.SIGKILL)
             time.sleep(0.2)

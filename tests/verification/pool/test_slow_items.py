@@ -11,7 +11,7 @@ from megatron_rl.config.reward import TaskConfig, VerifierConfig, WorkerPoolConf
 from megatron_rl.protocol.types import NOT_GRADED, ScoreDone, ScoreFailed, ScoreRequest
 from tests.verification.crowd import crowded
 from tests.verification.pool import hostile_tasks
-from tests.verification.requests import boxed, make_request, make_rules
+from tests.verification.requests import boxed, collect, make_request, make_rules
 from verification.draft import Draft
 from verification.pool.faults import HOST, TIMEOUT, WAITED, Outcome, judge, judge_unfinished
 from verification.pool.pool import Pool
@@ -47,18 +47,6 @@ def _bomb(number: int) -> ScoreRequest:
     return make_request(boxed(BOMB), answer="\\sqrt{2}+x", request_id=number)
 
 
-def _collect(pool: Pool, limit_s: float, most_held: int = 1000) -> dict[int, Finished]:
-    """What is finished, in its order."""
-    finished: dict[int, Finished] = {}
-    deadline = time.monotonic() + limit_s
-    while pool.pending:
-        assert time.monotonic() < deadline, f"{pool.pending} items are late"
-        wait([pool], 0.02)
-        finished |= {reply.request_id: reply for reply in pool.collect()}
-        assert len(pool.pools["answers"].suspects.processes) <= most_held
-    return finished
-
-
 def _assert_right(finished: dict[int, Finished], numbers: range) -> None:
     for number in numbers:
         reply = finished[number]
@@ -69,7 +57,7 @@ def test_thirty_slow_items_take_no_kill() -> None:
     with _pool() as pool:
         for number in range(1, 31):
             _submit(pool, _integral(number))
-        _assert_right(_collect(pool, 120), range(1, 31))
+        _assert_right(collect(pool, 120), range(1, 31))
         assert (pool.kills, pool.deaths) == (0, 0)
 
 
@@ -86,7 +74,7 @@ def test_slow_items_overtake_the_bombs_before_them() -> None:
             pool.collect()
         for number in range(1, 11):
             _submit(pool, _integral(number))
-        finished = _collect(pool, 120)
+        finished = collect(pool, 120)
     _assert_right(finished, range(1, 11))
     assert set(list(finished)[-3:]) == {101, 102, 103}
     for number in range(101, 104):
@@ -99,7 +87,7 @@ def test_more_slow_items_than_may_be_held_are_right_all_the_same() -> None:
     with _pool(answers=WorkerPoolConfig(held_slow=3)) as pool:
         for number in range(1, 13):
             _submit(pool, _integral(number))
-        _assert_right(_collect(pool, 120, most_held=3), range(1, 13))
+        _assert_right(collect(pool, 120, most_held=3), range(1, 13))
 
 
 def test_what_computes_within_its_limit_is_right_on_a_crowded_host() -> None:
@@ -109,7 +97,7 @@ def test_what_computes_within_its_limit_is_right_on_a_crowded_host() -> None:
         _submit(pool, request)
         _submit(pool, make_request(boxed("7"), task="sleep", entry="9", request_id=51))
         _submit(pool, _integral(1))
-        finished = _collect(pool, 100)
+        finished = collect(pool, 100)
     _assert_right(finished, range(50, 51))
     _assert_right(finished, range(1, 2))
     slept = finished[51]
@@ -127,7 +115,7 @@ def test_three_of_64_that_wait_are_tried_again_then_not_graded_and_never_earn_le
             entry = f"{waiting.get(number, '')} {tmp_path / str(number)}"
             request = make_request(boxed("7"), task="wait", entry=entry, request_id=number)
             _submit(pool, request)
-        finished = _collect(pool, 120)
+        finished = collect(pool, 120)
         # The two that answer at the second attempt take one kill each, the other takes two.
         assert pool.kills == 4
     lost = finished.pop(52)
@@ -157,7 +145,7 @@ def test_functions_that_wait_leave_their_core_to_others(task: str, workers: int)
 def test_a_program_that_a_function_calls_and_that_never_ends_is_the_completions_fault() -> None:
     with _pool(custom=WorkerPoolConfig(timeout_s=1.6)) as pool:
         _submit(pool, make_request(boxed("7"), task="hang_in_a_child"))
-        reply = _collect(pool, 120)[1]
+        reply = collect(pool, 120)[1]
     assert isinstance(reply, ScoreDone) and reply.score.reason == "grading_timeout"
 
 
@@ -165,7 +153,7 @@ def test_a_host_without_time_leaves_an_answer_not_graded_and_never_wrong() -> No
     pool = WorkerPoolConfig(timeout_s=0.4, max_elapsed_s=0.4)
     with crowded(6), _pool(answers=pool) as pool:
         _submit(pool, _bomb(1))
-        reply = _collect(pool, 120)[1]
+        reply = collect(pool, 120)[1]
     assert isinstance(reply, ScoreFailed)
     assert reply.kind == NOT_GRADED
     assert "it computed for 0." in reply.reason
@@ -176,7 +164,7 @@ def test_a_program_that_outlasts_its_pool_is_not_graded_after_a_second_try() -> 
     entry = json.dumps({"cases": [{"stdin": "", "stdout": "7"}]})
     with _pool(code=WorkerPoolConfig(timeout_s=1.0, memory_bytes=4 << 30)) as pool:
         _submit(pool, make_request(text, task="code", entry=entry))
-        reply = _collect(pool, 120)[1]
+        reply = collect(pool, 120)[1]
         assert pool.kills == 2
     assert isinstance(reply, ScoreFailed) and reply.kind == NOT_GRADED
 
@@ -189,7 +177,7 @@ def test_everything_is_answered_within_its_time() -> None:
         started = time.monotonic()
         for number in range(1, 25):
             _submit(pool, _bomb(number))
-        finished = _collect(pool, 120)
+        finished = collect(pool, 120)
         # Twenty-four bombs, twice two seconds each, on at most two cores: over 40 s.
         assert time.monotonic() - started < within_s + 20
     assert len(finished) == 24

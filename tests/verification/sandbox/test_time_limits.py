@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,13 +16,15 @@ from verification.code.grading import Case, CodeLimits, CodeTests, grade, prepar
 from verification.code.setup import limits_of_test
 from verification.run_time import Watch, descendants, process_cpu_s
 from verification.sandbox.sandbox import Sandbox, SandboxSpec, check_start
-from verification.sandbox.time_limits import CPU, HOST, WALL, Limits, find_end
+from verification.sandbox.time_limits import CPU, HOST, WALL, Limits, find_end, is_readable
 from verification.verdict import GradingError, HostBusy
 
 TESTS = CodeTests(cases=[Case("3 4\n", "7\n")])
 ADD = "print(sum(map(int, input().split())))"
 COMPUTE = "import time\nwhile time.process_time() < {}: pass\n" + ADD
 KINDS = ("bubblewrap", "landlock")
+MANY = 1_100
+"""Descriptors: more than the 1,024 of select()."""
 
 
 def _limits(kind: str = "auto", *, host_patience: float = 20.0) -> CodeLimits:
@@ -179,3 +182,20 @@ def test_a_watch_tells_waiting_for_a_core_from_sleep() -> None:
         finally:
             child.kill()
             child.wait()
+
+
+def test_a_descriptor_of_any_number_is_waited_for() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2 * MANY:
+        pytest.skip(f"this host allows {hard} files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * MANY), hard))
+    reader, writer = os.pipe()
+    held = [os.dup(reader) for _ in range(MANY)]
+    try:
+        assert held[-1] > 1_024 and not is_readable(held[-1], 0.0)
+        os.write(writer, b"x")
+        assert is_readable(held[-1], 10.0)
+    finally:
+        for descriptor in (*held, reader, writer):
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
