@@ -40,11 +40,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.weights.folders.conversion import check_space
 from megatron_rl.weights.folders.fused_experts import fuse_experts
-from megatron_rl.weights.folders.hf_folder import (
-    SHARD_BYTES,
-    write_config,
-    write_tensors,
-)
+from megatron_rl.weights.folders.hf_folder import SHARD_BYTES, write_config, write_tensors
 from megatron_rl.weights.folders.model_files import files_to_carry
 from megatron_rl.weights.folders.staging import staged
 

@@ -16,12 +16,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.lookup import nearest
 from megatron_rl.config.reward import CODE
 from megatron_rl.config.tree import PromptSource
-from megatron_rl.data.answers import (
-    accepted_answers,
-    has_placeholder,
-    is_placeholder,
-    read_rate,
-)
+from megatron_rl.data.answers import accepted_answers, has_placeholder, is_placeholder, read_rate
 from megatron_rl.data.messages import plain_turns, refuse_images, refuse_tools
 from megatron_rl.protocol.line_errors import json_fault, text_lines
 from megatron_rl.protocol.prompt import NotText

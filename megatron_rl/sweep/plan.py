@@ -9,13 +9,7 @@ from pathlib import Path
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, load_config, override
 from megatron_rl.config.tree import Config, RunConfig
-from megatron_rl.sweep.sweep_file import (
-    Scalar,
-    SweepFile,
-    Variant,
-    check_own_keys,
-    key_of,
-)
+from megatron_rl.sweep.sweep_file import Scalar, SweepFile, Variant, check_own_keys, key_of
 
 _NOT_FOR_NAMES = re.compile(r"[^\w.+=-]+")
 _NAME_BYTES = 255

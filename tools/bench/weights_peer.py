@@ -39,14 +39,7 @@ from megatron_rl.weights.sync import reshard
 from megatron_rl.weights.sync.link import Outcome
 from tools.bench.children import read_job
 from tools.bench.measuring import rotations, start_peak, status_bytes
-from tools.bench.weights_exchanges import (
-    FLOOR,
-    GLOO,
-    RAW,
-    RECEIVE,
-    SEND,
-    limited_links,
-)
+from tools.bench.weights_exchanges import FLOOR, GLOO, RAW, RECEIVE, SEND, limited_links
 
 RESHARD, OVERLAP = "reshard", "overlap"
 AWAY_S = 0.02
