@@ -61,22 +61,18 @@ class RowReader:
         self._used = {name.split(".")[0] for name in columns.names}
         self._asking = {*QUESTIONS, columns.question.split(".")[0]}
         """Columns that may hold the question."""
-        self._never_seen = {
+        self.never_seen = {
             key: column
             for key, column in source.columns.model_dump().items()
-            if column not in ("", "-")
+            if column not in ("", NOTHING)
         }
-
-    @property
-    def never_seen(self) -> dict[str, str]:
         """Configured columns, by their key, in which no row had a value."""
-        return self._never_seen
 
     def read(self, fields: dict[str, Any], place: str, name: str) -> Prompt | RowFault:
         """The prompt of a row. name: its id unless a column has one."""
-        for key, column in list(self._never_seen.items()):
+        for key, column in list(self.never_seen.items()):
             if value_of(fields, column.split(", ")[0]) is not None:
-                del self._never_seen[key]
+                del self.never_seen[key]
         try:
             if not self._columns.question:
                 check_keys({k: v for k, v in fields.items() if k not in self._used}, place)
