@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from generation.engine import Completion, Engine, EngineSetup, load_engine
+from generation.engine import Completion, Engine, load_engine
 from generation.episodes import Environments, Episodes
 from generation.health import Activity, EngineHealth
 from generation.rollouts import Work
@@ -40,7 +40,7 @@ from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.rollout import given_ranges
 from megatron_rl.protocol.types import ChatMessage, Lease, Prompt, Rollout, Sampling
 from tools.bench.children import HOST, smollm2
-from tools.bench.generate_peer import endless_model
+from tools.bench.generate_peer import endless_model, setup
 from tools.bench.measuring import CORES, busy_share, parser, run, say
 from verification.environments.host import EnvironmentHost
 from verification.environments.settings import EnvironmentSettings
@@ -181,21 +181,14 @@ def known_tokens(rollout: Rollout) -> int:
     return sum(prompt + start for start, _ in given_ranges(rollout.spans))
 
 
-def open_engine(model: Path, folder: Path, conversations: int) -> Engine:
-    """Our SGLang server for a model, not started; needs an event loop."""
-    setup = EngineSetup(
-        model=model, dtype="bfloat16", stop_ids=(), tensor_parallel=1, max_running=conversations,
-        kv_tokens=(conversations + 4) * CONTEXT_TOKENS, context_tokens=CONTEXT_TOKENS, nice=0,
-        start_timeout_s=300.0, request_timeout_s=600.0, weights_timeout_s=60.0, host=HOST,
-        port=find_free(HOST, 2), seed=0, version=0, log_path=folder / "engine.log",
-    )  # fmt: skip
-    return load_engine("sglang")(setup)
-
-
 async def measure(folder: Path, conversations: int, repeats: int) -> dict[str, Any]:
     """All figures."""
     source = smollm2()
-    engine = open_engine(endless_model(source, folder / "model"), folder, conversations)
+    given = setup(
+        endless_model(source, folder / "model"), running=conversations,
+        context_tokens=CONTEXT_TOKENS, port=find_free(HOST, 2), log_path=folder / "engine.log",
+    )  # fmt: skip
+    engine = load_engine("sglang")(given)
     renderer = Renderer(
         RenderConfig(system_prompt=""), source, CONTEXT_TOKENS, format_checks={"talk": "none"}
     )
