@@ -135,8 +135,6 @@ EVALUATIONS = ("eval.json", "eval/eval.json")
 
 
 class GridPoint(msgspec.Struct, frozen=True):
-    """A point of the grid."""
-
     name: str
     """Name of its folder."""
     row: int

@@ -192,7 +192,6 @@ def _add_dropped(dropped: dict[str, int], step: Row) -> None:
 
 
 def describe(status: Status) -> list[str]:
-    """Lines for people."""
     lines = [status.state]
     if status.steps:
         lines[0] += f", step {status.step} of {status.steps}"

@@ -107,8 +107,6 @@ class Tests(msgspec.Struct, frozen=True):
 
 
 class Judged(NamedTuple):
-    """The result for a test."""
-
     verdict: str
     """"kept", "relabelled", "generated", or the reason for dropping the test."""
     case: OpenCase | None = None

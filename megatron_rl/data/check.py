@@ -55,8 +55,6 @@ class Part(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """Result of the check."""
-
     parts: list[Part]
     notes: list[str]
     """Columns and rows read, system messages that ask for another form, checks left out."""

@@ -377,7 +377,6 @@ class PromptStream:
                 return prompt
 
     def state(self) -> PromptCursor:
-        """The stream's position."""
         return PromptCursor(self.draws, list(self._taken), self._sets.sizes, self._seed)
 
     def restore(self, cursor: PromptCursor) -> None:

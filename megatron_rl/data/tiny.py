@@ -47,7 +47,6 @@ def make_tiny(folder: Path, seed: int) -> Path:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="folder to make")
     parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and SFT examples")

@@ -58,8 +58,6 @@ class EngineModel:
 
 @dataclass
 class Request:
-    """A requested completion."""
-
     lease_id: int
     index: int
     group: int
@@ -143,12 +141,10 @@ class Engine:
 
     @property
     def in_flight(self) -> int:
-        """Number of running and waiting completions."""
         return len(self._running) + len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Number of running completions."""
         return len(self._running)
 
     @property
@@ -164,7 +160,6 @@ class Engine:
     # --- events, in order of time ---------------------------------------------------------------
 
     def add(self, request: Request, now: float) -> None:
-        """Add a completion."""
         self.advance(now)
         self._waiting.append(request)
         if not self._running:

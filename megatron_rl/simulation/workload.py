@@ -140,7 +140,6 @@ class Workload:
         return found
 
     def is_correct(self, group: int, index: int) -> bool:
-        """Verdict on a completion."""
         rates = self.pass_rates
         rate = random.Random(f"{self.seed}/{group}/rate").betavariate(rates.alpha, rates.beta)
         return random.Random(f"{self.seed}/{group}/{index}/verdict").random() < rate

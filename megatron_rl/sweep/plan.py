@@ -31,20 +31,16 @@ class PlannedRun:
 
     @property
     def label(self) -> str:
-        """Name in messages."""
         return f"{self.variant} seed {self.seed}"
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments of megatron-rl."""
         place = ["--config", str(self.base), "--run-dir", str(self.run_dir)]
         return ["run", *place, *self.overrides]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All runs of a sweep."""
-
     sweep: SweepFile
     sweep_dir: Path
     """Absolute."""

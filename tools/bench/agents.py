@@ -83,13 +83,11 @@ class Counting:
 
     @property
     def version(self) -> int:
-        """As the engine's."""
         return self.engine.version
 
     async def generate(
         self, prompt_ids: list[int], sampling: Sampling, indices: list[int]
     ) -> AsyncIterator[Completion]:
-        """As the engine's."""
         self.first = self.first or prompt_ids
         async for completion in self.engine.generate(prompt_ids, sampling, indices):
             if prompt_ids != self.first:
@@ -99,8 +97,6 @@ class Counting:
 
 @dataclass
 class Sample:
-    """One loop's figures."""
-
     seconds: float
     busy_share: float
     cached_share: float
@@ -182,7 +178,6 @@ def known_tokens(rollout: Rollout) -> int:
 
 
 async def measure(folder: Path, conversations: int, repeats: int) -> dict[str, Any]:
-    """All figures."""
     source = smollm2()
     given = setup(
         endless_model(source, folder / "model"), running=conversations,
@@ -219,7 +214,6 @@ async def measure(folder: Path, conversations: int, repeats: int) -> dict[str, A
 
 
 def main() -> int:
-    """Command line."""
     made = parser(__doc__, quick="64 conversations, one repeat", repeats="samples of each loop")
     options = made.parse_args()
     conversations = QUICK_CONVERSATIONS if options.quick else CONVERSATIONS

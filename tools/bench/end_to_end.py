@@ -129,7 +129,6 @@ Variant = Callable[[Path], list[StepMark]]
 
 
 def main() -> int:
-    """Command line."""
     options = _parse()
     return run("end-to-end", options, partial(measure, options), cores=CORES)
 

@@ -101,7 +101,6 @@ def measure(job: Job, generate: Generate) -> None:
 
 
 def main() -> None:
-    """Command line."""
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     named = {"transformers": measure_transformers, "vllm_cpu": measure_vllm}
     named.get(job.engine, measure_ours)(job)

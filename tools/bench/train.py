@@ -169,7 +169,6 @@ PRECISIONS = {
 
 
 def main() -> int:
-    """Command line."""
     made = parser(__doc__, quick="a smaller model, fewer tokens", repeats="steps of each loop")
     made.add_argument("--gpu-only", action="store_true", help="mfu_bf16 and mfu_fp8, nothing else")
     options = made.parse_args()

@@ -68,7 +68,6 @@ class ColumnMap(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Columns to read."""
         tests = self.tests.split(", ")
         every = (self.question, self.answer, *self[3:6], *tests, *self[7:9], self.kind, self.gym)
         return [name for name in every if name]
