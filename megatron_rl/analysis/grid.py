@@ -192,12 +192,7 @@ def plan_grid(weights: WeightsResult, side: int, margin: float, dtype: str | Non
 
 
 def write_grid(
-    weights: WeightsResult,
-    grid: Grid,
-    folder: Path,
-    form: PointFormat,
-    *,
-    at_most: int | None,
+    weights: WeightsResult, grid: Grid, folder: Path, form: PointFormat, *, at_most: int | None
 ) -> Iterator[str]:
     """Write up to `at_most` missing points of the grid to `folder`; yields the name of each.
 

@@ -167,11 +167,7 @@ def _human_eval_prompt(row: dict[str, str]) -> Prompt:
 
 
 def read_source(
-    source: PromptSource,
-    seed: int,
-    *,
-    key: str,
-    on_fault: Callable[[RowFault], None] | None = None,
+    source: PromptSource, seed: int, *, key: str, on_fault: Callable[[RowFault], None] | None = None
 ) -> Reading:
     """Prompts of a source, with notes for the user. Raises InputError.
 

@@ -240,7 +240,8 @@ class Engine:
 
     def _iterations_in(self, seconds: float) -> int:
         """Whole iterations of the running completions in these seconds, if none ends."""
-        seconds += _rounding(self._clock)
+        # The rounding error of an event's time.
+        seconds += 1e-9 * max(1.0, abs(self._clock))
         if seconds <= 0:
             return 0
         count, model = len(self._running), self.model
@@ -344,8 +345,3 @@ class Engine:
 
     def _held(self, request: Request) -> int:
         return request.prompt_tokens + self._generated(request)
-
-
-def _rounding(clock: float) -> float:
-    """Rounding error of an event's time, in seconds."""
-    return 1e-9 * max(1.0, abs(clock))

@@ -131,9 +131,7 @@ def overlap_bound(marks: Sequence[StepMark], skip: int) -> float:
 
 
 def seconds_to_accuracy(
-    marks: Sequence[StepMark],
-    goal: float = ACCURACY_GOAL,
-    window: int = ACCURACY_WINDOW_STEPS,
+    marks: Sequence[StepMark], goal: float = ACCURACY_GOAL, window: int = ACCURACY_WINDOW_STEPS
 ) -> float | None:
     """End of the first step with accuracy `goal` over the last `window` steps; else None."""
     for end in range(window, len(marks) + 1):

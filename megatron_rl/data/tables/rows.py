@@ -172,7 +172,7 @@ class RowReader:
             text = self._shorten(text)
             if has_tests and not is_ours:
                 text = with_demands(text, prompt.entry, starter)
-            return self._in_template(text)
+            return self._source.template.replace("{question}", text)
 
         return _with_question(prompt, change)
 
@@ -182,10 +182,6 @@ class RowReader:
         if prefix or suffix:
             text = text.strip().removeprefix(prefix).removesuffix(suffix).strip()
         return text
-
-    def _in_template(self, text: str) -> str:
-        template = self._source.template
-        return text if template == "{question}" else template.replace("{question}", text)
 
 
 def without_system(prompt: Prompt) -> Prompt:

@@ -34,13 +34,7 @@ from megatron_rl.data.tables.files import (
 )
 from megatron_rl.data.tables.folders import TableFiles, find_files
 from megatron_rl.data.tables.rows import RowFault, RowReader
-from megatron_rl.data.tables.where import (
-    Condition,
-    check_columns,
-    holds,
-    parse_condition,
-    value_of,
-)
+from megatron_rl.data.tables.where import Condition, check_columns, holds, parse_condition, value_of
 from megatron_rl.protocol.types import Prompt
 
 
