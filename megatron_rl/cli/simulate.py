@@ -15,13 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.parameters import (
-    ConfigFile,
-    Json,
-    MoreConfigs,
-    Overrides,
-    check_above_zero,
-)
+from megatron_rl.cli.command_line.parameters import Json, check_above_zero
 from megatron_rl.cli.command_line.printing import (
     check_plots,
     counted,
@@ -30,7 +24,7 @@ from megatron_rl.cli.command_line.printing import (
     say,
     show_table,
 )
-from megatron_rl.cli.plan import load_sizes
+from megatron_rl.cli.plan import SizesOptions, load_sizes
 from megatron_rl.cli.run import KEYS_HELP
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.gpus import GPUS
@@ -67,10 +61,7 @@ _GENERATE = typer.Option(rich_help_panel="What is generated, without --calibrate
 
 
 @dataclasses.dataclass(frozen=True)
-class SimulateOptions:
-    config: ConfigFile
-    overrides: Overrides = dataclasses.field(default_factory=list)
-    more: MoreConfigs = dataclasses.field(default_factory=list)
+class SimulateOptions(SizesOptions):
     calibrate: Annotated[Path | None, typer.Option(metavar="RUN")] = None
     """Finished run to which the models are fitted."""
     sweep: Annotated[list[str], typer.Option(metavar="KEY=V,V", show_default=False)] = (
