@@ -136,7 +136,7 @@ def simulate(options: SimulateOptions, console: Console) -> int:
     sweeps = [parse_sweep(text) for text in options.sweep]
     variants = make_variants(load, sweeps, _assumptions(options), options.gpus)
     workload = _workload(options, load([]), calibration)
-    variants = [v for v in variants if _fits(v, calibration, console, alone=len(variants) == 1)]
+    variants = [v for v in variants if _fits(v, calibration, alone=len(variants) == 1)]
     if not variants:
         raise InputError("none of these settings fits its GPUs: the lines above say why")
     model_of = calibration.model if calibration is not None else cluster_model
@@ -213,9 +213,7 @@ def _workload(
     )
 
 
-def _fits(
-    variant: Variant, calibration: Calibration | None, console: Console, *, alone: bool
-) -> bool:
+def _fits(variant: Variant, calibration: Calibration | None, *, alone: bool) -> bool:
     """Whether a setting fits its GPUs; a comparison names and leaves out others.
 
     Raises InputError for a single setting.
@@ -226,16 +224,14 @@ def _fits(
     if problems and alone:
         raise InputError(f"the configuration does not work: {'; '.join(problems)}")
     if problems:
-        text = f"left out: {variant.name}: {'; '.join(problems)}"
-        say(open_console(stderr=True), text)
+        say(open_console(stderr=True), f"left out: {variant.name}: {'; '.join(problems)}")
     return not problems
 
 
 def _warn(variants: Sequence[Variant], doubts: Sequence[str]) -> None:
     for variant, doubt in zip(variants, doubts, strict=True):
         if doubt:
-            text = f"warning: {variant.name}: {doubt}"
-            say(open_console(stderr=True), text)
+            say(open_console(stderr=True), f"warning: {variant.name}: {doubt}")
 
 
 def _grained(span: Span, config: Config, model: ClusterModel, workload: Workload) -> Span:

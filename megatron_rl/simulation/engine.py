@@ -85,9 +85,7 @@ class Request:
 
     def spans(self) -> list[VersionSpan]:
         """Policy versions of a finished completion's tokens."""
-        last: dict[int, int] = {}
-        for version, start in self.starts:
-            last[start] = version
+        last = {start: version for version, start in self.starts}
         edges = [start for start in sorted(last) if start < self.tokens]
         found: list[VersionSpan] = []
         for start, end in itertools.pairwise([*edges, self.tokens]):

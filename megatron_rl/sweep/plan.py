@@ -70,7 +70,7 @@ def make_plan(sweep: SweepFile, sweep_dir: Path, overrides: Sequence[str] = ()) 
     """
     variants = dict(_expand(sweep))
     baseline = sweep.baseline or next(iter(variants))
-    problems = _naming_problems(sweep, baseline, list(variants))
+    problems = _naming_problems(baseline, list(variants))
     try:
         check_own_keys([key_of(text) for text in overrides])
     except ValueError as error:
@@ -131,7 +131,7 @@ def _text(value: Scalar) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _naming_problems(sweep: SweepFile, baseline: str, names: list[str]) -> list[str]:
+def _naming_problems(baseline: str, names: list[str]) -> list[str]:
     problems = [
         f"the name of variant {name} is longer than {_NAME_BYTES} bytes: give [[variants]] with "
         "short names instead of the grid"
