@@ -26,7 +26,8 @@ from megatron_rl.data.jsonl_source import (
 from megatron_rl.data.messages import plain_turns, refuse_tools
 from megatron_rl.data.tables.columns import NOTHING, ColumnMap
 from megatron_rl.data.tables.data_sets import TASK_TYPE, NoAnswer, take_part
-from megatron_rl.data.tables.test_forms import BadTests, entry_of, tests_in_answer, with_demands
+from megatron_rl.data.tables.plain_values import BadTests
+from megatron_rl.data.tables.test_forms import entry_of, tests_in_answer, with_demands
 from megatron_rl.data.tables.where import decoded, value_of
 from megatron_rl.protocol.prompt import NotText
 from megatron_rl.protocol.types import ChatMessage, Prompt
