@@ -269,7 +269,6 @@ def role_of(line: list[str]) -> str:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The options."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.chaos", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -290,7 +289,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """The plan of the options."""
     run_dir = options.run_dir.resolve()
     run = [*PROGRAM, "run", "--config", options.config, "--run-dir", str(run_dir)]
     join = [*PROGRAM, "join", str(run_dir), "--generators", "1", "--verifier"]

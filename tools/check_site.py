@@ -57,7 +57,6 @@ def loads_of_site(folder: Path) -> dict[str, list[str]]:
 
 
 def main() -> int:
-    """Command line."""
     folder = Path(sys.argv[1])
     pages = list(folder.rglob("*.html"))
     found = loads_of_site(folder)

@@ -153,8 +153,6 @@ def variables_in(paths: Iterable[Path], beginning: str) -> dict[str, str]:
 
 @dataclass
 class Findings:
-    """What a check has found."""
-
     uses: int = 0
     mismatches: list[str] = field(default_factory=list)
 
@@ -223,7 +221,6 @@ def _download(requirement: str, folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m tools.conformance")
     parser.add_argument("--sources", type=Path, default=ROOT / ".cache" / "conformance")
     options = parser.parse_args(argv)

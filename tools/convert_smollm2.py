@@ -95,7 +95,6 @@ def _check_existing(out: Path, dtype: str) -> None:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="folder to make")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")

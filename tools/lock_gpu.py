@@ -58,7 +58,6 @@ Record = Mapping[str, Recorded]
 
 
 def main() -> None:
-    """Command line."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     head = LOCK.read_text().partition(BELOW)[0]
     direct = list(_pin_lines(head))

@@ -61,7 +61,6 @@ def find_files(pins: list[str], python: str) -> dict[Pin, tuple[list[str], bool]
 
 
 def main() -> None:
-    """Command line."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     hashes: dict[str, set[str]] = {}
     with_wheel: set[str] = set()

@@ -96,7 +96,6 @@ def code_reply(answer: str) -> str:
 
 
 def example(line: Line, reply: str) -> Line:
-    """An SFT example."""
     messages = [{"role": "user", "content": line["question"]}]
     return {"id": line["id"], "messages": messages, "response": reply, "task": line["task"]}
 
@@ -157,7 +156,6 @@ def _digits(counts: Counts, seed: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path, help="folder of the files")
     parser.add_argument("--seed", type=int, default=0)

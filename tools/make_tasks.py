@@ -53,7 +53,6 @@ def _gym_options(terms: list[int], digits: list[int]) -> dict[str, int]:
 
 
 def main() -> None:
-    """Command line."""
     args = _parse_arguments()
     sizes = Sizes(args.train, args.held_out, args.sft_examples, args.wrong_share, args.seed)
     try:

@@ -12,7 +12,6 @@ from megatron_rl.data.tiny_model import make_folder
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="folder to make")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")

@@ -189,10 +189,7 @@ def study(small: Miniature, base: Path, seed: int) -> dict[str, float]:
     # sft_steps: four epochs over the SFT examples, as in the paper.
     steps = min(COLD_START_STEPS, report["figures"]["sft_steps"])
     both = small.train(
-        f"sft_rl_{seed}",
-        "filtered",
-        base,
-        *(own, f"sft.dataset={examples}", f"sft.steps={steps}"),
+        f"sft_rl_{seed}", "filtered", base, *(own, f"sft.dataset={examples}", f"sft.steps={steps}")
     )
     return {
         "base": accuracy(rl_only, "before"),
@@ -273,8 +270,7 @@ def main() -> int:
     studies = [study(small, base, seed) for seed in range(options.seeds)]
     plots = small.out / "analysis"
     small.cli(
-        plots / "analysis.json",
-        *("analyse", "weights", small.run("rl_only_0"), "--out", plots),
+        plots / "analysis.json", *("analyse", "weights", small.run("rl_only_0"), "--out", plots)
     )
     result = summarize(found, studies)
     print_table(result)

@@ -68,7 +68,6 @@ def pad_to(weight: torch.Tensor, size: int, dim: int) -> torch.Tensor:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)

@@ -99,7 +99,6 @@ def soak(command: list[str], minutes: float, every_s: float) -> tuple[dict[str, 
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.soak", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

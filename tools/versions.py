@@ -98,7 +98,6 @@ def _row(package: str, version: str, seconds: float | None) -> str:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("mode", nargs="?", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--out", type=Path, help="also write the table to this file")

@@ -198,7 +198,6 @@ def svg(curves: dict[str, dict[str, ndarray]]) -> str:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description="Compare the objectives with their limits.")
     parser.add_argument("plot", type=Path, help="SVG file to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the start and the batches")

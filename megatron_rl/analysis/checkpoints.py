@@ -98,7 +98,6 @@ class OpenCheckpoints:
 
     @property
     def count(self) -> int:
-        """Number of checkpoints."""
         return len(self.sources)
 
     @property
@@ -192,7 +191,6 @@ class _ScratchRows:
         self._size: tuple[int, ...] = ()
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """See HfSource."""
         dtype = self._source.dtype_of(name)
         if name != self._name:
             self._fill(name)

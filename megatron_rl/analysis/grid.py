@@ -40,11 +40,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.weights.folders.conversion import check_space
 from megatron_rl.weights.folders.fused_experts import fuse_experts
-from megatron_rl.weights.folders.hf_folder import (
-    SHARD_BYTES,
-    write_config,
-    write_tensors,
-)
+from megatron_rl.weights.folders.hf_folder import SHARD_BYTES, write_config, write_tensors
 from megatron_rl.weights.folders.model_files import files_to_carry
 from megatron_rl.weights.folders.staging import staged
 
@@ -139,8 +135,6 @@ EVALUATIONS = ("eval.json", "eval/eval.json")
 
 
 class GridPoint(msgspec.Struct, frozen=True):
-    """A point of the grid."""
-
     name: str
     """Name of its folder."""
     row: int
@@ -198,12 +192,7 @@ def plan_grid(weights: WeightsResult, side: int, margin: float, dtype: str | Non
 
 
 def write_grid(
-    weights: WeightsResult,
-    grid: Grid,
-    folder: Path,
-    form: PointFormat,
-    *,
-    at_most: int | None,
+    weights: WeightsResult, grid: Grid, folder: Path, form: PointFormat, *, at_most: int | None
 ) -> Iterator[str]:
     """Write up to `at_most` missing points of the grid to `folder`; yields the name of each.
 

@@ -27,8 +27,6 @@ PLANE = 2
 
 
 class CheckpointResult(msgspec.Struct, frozen=True):
-    """A checkpoint and its position."""
-
     name: str
     folder: str
     files_from: str | None

@@ -39,7 +39,7 @@ def describe(name: str) -> dict[str, Any]:
     """A preset's parts; `needs`: passes through the model before the pass with gradients."""
     # A preset that demands a reference cannot be built without one.
     given: dict[str, Any] = {"preset": name}
-    if name in _ASKS_FOR_REFERENCE:
+    if name == "distill":
         given["reference"] = {"policy": "FOLDER"}
     cfg = AlgorithmConfig.model_validate(given)
     return {
@@ -50,9 +50,6 @@ def describe(name: str) -> dict[str, Any]:
         "source": PRESETS[name].source,
         "values": cfg.model_dump(mode="json"),
     }
-
-
-_ASKS_FOR_REFERENCE = ("distill",)
 
 
 def _parts(cfg: AlgorithmConfig) -> dict[str, str]:

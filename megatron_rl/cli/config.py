@@ -245,10 +245,7 @@ class ImportOptions:
     """New file to write; not given: it is printed."""
 
 
-@command(
-    "import",
-    "Write our TOML for settings of verl, TRL, prime-rl or slime; it runs nothing.",
-)
+@command("import", "Write our TOML for settings of verl, TRL, prime-rl or slime; it runs nothing.")
 def import_files(options: ImportOptions, console: Console) -> int:
     """Exit code: 0, 1 (refused, or what was written does not load yet), 2 (bad input)."""
     if options.out is not None and options.out.exists():

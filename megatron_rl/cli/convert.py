@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -13,9 +13,6 @@ from megatron_rl.cli.command_line.parameters import DryRun
 from megatron_rl.cli.command_line.printing import progress, say
 from megatron_rl.config.errors import InputError
 from megatron_rl.launcher.hub_models import folder_of
-
-if TYPE_CHECKING:
-    from megatron_rl.weights.folders.conversion import Request
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +39,9 @@ class ConvertOptions:
 
 @command("convert", "Convert a model folder to Megatron's format, or back.")
 def convert_folder(options: ConvertOptions, console: Console) -> int:
-    """Exit code: 0, 1 (the disk failed), 2 (bad input)."""
+    """Exit code: 0, 1 (the disk failed, or a digest differs), 2 (bad input)."""
     # torch is slow to load.
-    from megatron_rl.weights.folders.conversion import Request
+    from megatron_rl.weights.folders.conversion import Request, VerificationFailed, convert
 
     if not options.shard_gb > 0:
         raise InputError(f"--shard-gb {options.shard_gb}: give a size above 0")
@@ -57,13 +54,7 @@ def convert_folder(options: ConvertOptions, console: Console) -> int:
         shard_bytes=int(options.shard_gb * 1e9),
         files_from=options.files_from,
     )
-    return run(request, console, is_dry=options.dry_run)
-
-
-def run(request: "Request", console: Console, *, is_dry: bool = False) -> int:
-    """Convert; exit code 1 if the disk fails or a digest differs. Raises InputError."""
-    from megatron_rl.weights.folders.conversion import VerificationFailed, convert
-
+    is_dry = options.dry_run
     try:
         with progress(console, request.source.name, in_bytes=True) as report:
             done = convert(request, report, is_dry=is_dry)

@@ -256,10 +256,7 @@ def _check_attention(gpu: Device | None) -> list[tuple[bool | None, str, str]]:
 def _check_fabric() -> list[tuple[bool | None, str, str]]:
     """Check what NCCL needs between nodes, which a run on one node does without."""
     found = check_fabric(
-        find_ports(),
-        os.environ,
-        plugin=find_plugin(os.environ),
-        locked_bytes=lockable_bytes(),
+        find_ports(), os.environ, plugin=find_plugin(os.environ), locked_bytes=lockable_bytes()
     )
     return [(one.is_good or LIMITED, one.what, one.found) for one in found]
 

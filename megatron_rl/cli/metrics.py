@@ -11,7 +11,7 @@ from megatron_rl.cli.command_line.parameters import Overrides, RunFolder
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_run, override
-from megatron_rl.observe.exporters.exporter import Exporter, destinations, written_folders
+from megatron_rl.observe.exporters.exporter import Exporter, destinations
 from megatron_rl.observe.metrics_table import markdown
 from megatron_rl.protocol.whole_file import check_writable
 
@@ -61,10 +61,12 @@ def export(options: ExportOptions, console: Console) -> int:
             "metrics.prometheus_port=9400"
         )
     out = options.out or config.run.dir
-    for folder in written_folders(config, out):
-        check_writable(folder, "give --out FOLDER elsewhere")
+    places = destinations(config, out)
+    for place in places.values():
+        if isinstance(place, Path):
+            check_writable(place, "give --out FOLDER elsewhere")
     with Exporter(config, out) as exporter:
-        where = " and ".join(destinations(config, out))
+        where = " and ".join(f"{name} ({place})" for name, place in places.items())
         say(console, f"{exporter.passed_on:,} rows of {options.run_dir} passed on to {where}")
         if options.follow:
             say(console, "new rows follow until Ctrl-C")

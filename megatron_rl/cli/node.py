@@ -103,9 +103,6 @@ def join(options: JoinOptions, console: Console) -> int:
 
     return until_death(
         lambda: joining.join(
-            options.run_dir,
-            console,
-            generators=options.generators,
-            has_verifier=options.verifier,
+            options.run_dir, console, generators=options.generators, has_verifier=options.verifier
         )
     )

@@ -27,10 +27,16 @@ from megatron_rl.plan.report import print_plan
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class SizesOptions:
+    """Options of `plan`, `rehearse` and `simulate`."""
+
     config: ConfigFile
     overrides: Overrides = field(default_factory=list)
     more: MoreConfigs = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PlanOptions(SizesOptions):
     gpu: Annotated[
         str | None,
         typer.Option(

@@ -1,6 +1,6 @@
 """`megatron-rl rehearse`: a training step of every distinct rank, without GPUs."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,14 +9,8 @@ import typer
 from rich.console import Console
 
 from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.parameters import (
-    ConfigFile,
-    Json,
-    MoreConfigs,
-    Overrides,
-    check_above_zero,
-)
-from megatron_rl.cli.plan import load_sizes
+from megatron_rl.cli.command_line.parameters import Json, check_above_zero
+from megatron_rl.cli.plan import SizesOptions, load_sizes
 from megatron_rl.cli.run import KEYS_HELP
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.gpus import DEFAULT, GPUS, find_gpu
@@ -34,10 +28,7 @@ class Ranks(StrEnum):
 
 
 @dataclass(frozen=True)
-class RehearseOptions:
-    config: ConfigFile
-    overrides: Overrides = field(default_factory=list)
-    more: MoreConfigs = field(default_factory=list)
+class RehearseOptions(SizesOptions):
     gpus: int | None = None
     """GPUs of the trainer: sets parallel.data; default: as configured."""
     ranks: Ranks = Ranks.SAMPLE

@@ -15,13 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.parameters import (
-    ConfigFile,
-    Json,
-    MoreConfigs,
-    Overrides,
-    check_above_zero,
-)
+from megatron_rl.cli.command_line.parameters import Json, check_above_zero
 from megatron_rl.cli.command_line.printing import (
     check_plots,
     counted,
@@ -30,7 +24,7 @@ from megatron_rl.cli.command_line.printing import (
     say,
     show_table,
 )
-from megatron_rl.cli.plan import load_sizes
+from megatron_rl.cli.plan import SizesOptions, load_sizes
 from megatron_rl.cli.run import KEYS_HELP
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.gpus import GPUS
@@ -67,10 +61,7 @@ _GENERATE = typer.Option(rich_help_panel="What is generated, without --calibrate
 
 
 @dataclasses.dataclass(frozen=True)
-class SimulateOptions:
-    config: ConfigFile
-    overrides: Overrides = dataclasses.field(default_factory=list)
-    more: MoreConfigs = dataclasses.field(default_factory=list)
+class SimulateOptions(SizesOptions):
     calibrate: Annotated[Path | None, typer.Option(metavar="RUN")] = None
     """Finished run to which the models are fitted."""
     sweep: Annotated[list[str], typer.Option(metavar="KEY=V,V", show_default=False)] = (
@@ -145,7 +136,7 @@ def simulate(options: SimulateOptions, console: Console) -> int:
     sweeps = [parse_sweep(text) for text in options.sweep]
     variants = make_variants(load, sweeps, _assumptions(options), options.gpus)
     workload = _workload(options, load([]), calibration)
-    variants = [v for v in variants if _fits(v, calibration, console, alone=len(variants) == 1)]
+    variants = [v for v in variants if _fits(v, calibration, alone=len(variants) == 1)]
     if not variants:
         raise InputError("none of these settings fits its GPUs: the lines above say why")
     model_of = calibration.model if calibration is not None else cluster_model
@@ -222,9 +213,7 @@ def _workload(
     )
 
 
-def _fits(
-    variant: Variant, calibration: Calibration | None, console: Console, *, alone: bool
-) -> bool:
+def _fits(variant: Variant, calibration: Calibration | None, *, alone: bool) -> bool:
     """Whether a setting fits its GPUs; a comparison names and leaves out others.
 
     Raises InputError for a single setting.
@@ -235,16 +224,14 @@ def _fits(
     if problems and alone:
         raise InputError(f"the configuration does not work: {'; '.join(problems)}")
     if problems:
-        text = f"left out: {variant.name}: {'; '.join(problems)}"
-        say(open_console(stderr=True), text)
+        say(open_console(stderr=True), f"left out: {variant.name}: {'; '.join(problems)}")
     return not problems
 
 
 def _warn(variants: Sequence[Variant], doubts: Sequence[str]) -> None:
     for variant, doubt in zip(variants, doubts, strict=True):
         if doubt:
-            text = f"warning: {variant.name}: {doubt}"
-            say(open_console(stderr=True), text)
+            say(open_console(stderr=True), f"warning: {variant.name}: {doubt}")
 
 
 def _grained(span: Span, config: Config, model: ClusterModel, workload: Workload) -> Span:

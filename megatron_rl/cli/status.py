@@ -127,12 +127,8 @@ def read_status(run_dir: Path, now: float) -> Status:
             "no process noted an error: it was interrupted, or killed from outside; see logs/"
         )
         if phase.startswith(SIGNALLED):
-            by = (
-                "the user (Ctrl-C)"
-                if phase == f"{SIGNALLED} 2"
-                else phase.removeprefix("stopped by ")
-            )
-            status.error = f"stopped by {by}"
+            is_interrupted = phase == f"{SIGNALLED} 2"
+            status.error = "stopped by the user (Ctrl-C)" if is_interrupted else phase
         elif failure is not None:
             status.error = f"{failure.who}: {failure.text.strip()}"
         run = config.run.model_copy(update={"dir": run_dir})
@@ -192,7 +188,6 @@ def _add_dropped(dropped: dict[str, int], step: Row) -> None:
 
 
 def describe(status: Status) -> list[str]:
-    """Lines for people."""
     lines = [status.state]
     if status.steps:
         lines[0] += f", step {status.step} of {status.steps}"

@@ -62,7 +62,7 @@ def sweep(options: SweepOptions, console: Console) -> int:
     if options.slurm:
         slurm.check_launch()
     if options.dry_run:
-        _say_what_it_would_refuse(plan, console)
+        _say_what_it_would_refuse(plan)
         _print_commands(plan, console, by_slurm=options.slurm)
         return 0
     if options.slurm:
@@ -118,7 +118,7 @@ def _left(plan: Plan) -> list[PlannedRun]:
     return [run for run in plan.runs if state_of(run) is not State.COMPLETE]
 
 
-def _say_what_it_would_refuse(plan: Plan, console: Console) -> None:
+def _say_what_it_would_refuse(plan: Plan) -> None:
     """Print faults on stderr, because stdout has commands, which another node may run."""
     try:
         _check_runs(_left(plan))

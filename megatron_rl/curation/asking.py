@@ -66,7 +66,6 @@ class Asked:
     """Requests without a kept line; the same command repeats them."""
 
     def figures(self) -> dict[str, object]:
-        """For the report."""
         figures = asdict(self) | {"failed_tries": dict(self.failed_tries.most_common())}
         del figures["texts"]
         return figures

@@ -48,7 +48,6 @@ class Endpoint:
         check_at_least("--max-tokens", self.max_tokens, 1)
 
     def address(self, path: str) -> str:
-        """Address of a service of the server."""
         return f"{self.url.rstrip('/')}/{path}"
 
 

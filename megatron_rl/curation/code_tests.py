@@ -107,8 +107,6 @@ class Tests(msgspec.Struct, frozen=True):
 
 
 class Judged(NamedTuple):
-    """The result for a test."""
-
     verdict: str
     """"kept", "relabelled", "generated", or the reason for dropping the test."""
     case: OpenCase | None = None
@@ -285,10 +283,7 @@ def check_sandbox(limits: CodeLimits) -> CodeLimits:
 
 
 def run_all(
-    jobs: Sequence[Job],
-    *,
-    workers: int,
-    progress: Progress = no_progress,
+    jobs: Sequence[Job], *, workers: int, progress: Progress = no_progress
 ) -> list[list[Printed] | str]:
     """Each solution's outputs; a text if its process failed."""
     found = []

@@ -106,8 +106,6 @@ class _Doubt(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """The result for a doubted label."""
-
     action: Action = "keep"
     vote: Vote = Vote(0, 0, "")
     failure: str = ""

@@ -18,7 +18,7 @@ includes the deciding tokens, so that questions of one template are not all comp
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -208,9 +208,8 @@ class NearDuplicates:
 
 
 def _matched(
-    rows: Iterable[Row], known: NearDuplicates, progress: Progress
+    rows: Sequence[Row], known: NearDuplicates, progress: Progress
 ) -> Iterator[tuple[Row, Question, Match | None]]:
-    rows = list(rows)
     for number, row in enumerate(rows):
         progress(number, len(rows))
         question = known.prepare(row.prompt.question)

@@ -21,14 +21,7 @@ import msgspec
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.thinking import HOUSE_TAGS, ThinkTags
-from megatron_rl.curation.tool import (
-    Drop,
-    Outcome,
-    Report,
-    check_at_least,
-    check_share,
-    place_of,
-)
+from megatron_rl.curation.tool import Drop, Outcome, Report, check_at_least, check_share, place_of
 from megatron_rl.protocol.rollout import TOOLS
 from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, rollout_files
 from megatron_rl.protocol.types import ChatMessage, Prompt

@@ -106,7 +106,6 @@ class Chosen(NamedTuple):
 
     @property
     def request(self) -> Request:
-        """The translator's request."""
         return Request(self.row.prompt.id, self.language, self.protected.text)
 
 

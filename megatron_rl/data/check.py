@@ -8,12 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.hf_config import positions_of
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.tree import Config
-from megatron_rl.data.dropped_prompts import find_dropped
+from megatron_rl.data.dropped_prompts import try_rendering
 from megatron_rl.data.own_systems import describe_own_systems
 from megatron_rl.data.repeats import OTHER_ANSWER, REPEATED
 from megatron_rl.data.sources import read_source
@@ -56,8 +55,6 @@ class Part(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """Result of the check."""
-
     parts: list[Part]
     notes: list[str]
     """Columns and rows read, system messages that ask for another form, checks left out."""
@@ -246,12 +243,12 @@ def _lengths(
                 name = f"{number}:{prompt.id}"
                 prompts.append(_renamed(prompt, name))
                 if part.name:
-                    limits[name] = _limit(config.eval, part.name, config)
+                    limits[name] = _limit(part.name, config)
     if positions is not None:
         generator = config.generator.model_copy(update={"context_tokens": positions})
         config = config.model_copy(update={"generator": generator})
         limits = {prompt.id: 1 for prompt in prompts}
-    for dropped in find_dropped(prompts, config, limits):
+    for dropped in try_rendering(prompts, config, limits).dropped:
         reason = "too_long" if "tokens; allowed" in dropped.reason else "not_rendered"
         text = dropped.reason
         if reason == "too_long" and positions is not None:
@@ -260,9 +257,9 @@ def _lengths(
         yield part, Fault(dropped.where, reason, f"{dropped.where}: {text}")
 
 
-def _limit(own: EvalConfig, name: str, config: Config) -> int:
-    chosen = next(one for one in own.sets if one.name == name)
-    return chosen.max_new_tokens or own.max_new_tokens or config.sampling.max_new_tokens
+def _limit(name: str, config: Config) -> int:
+    chosen = next(one for one in config.eval.sets if one.name == name)
+    return chosen.max_new_tokens or config.eval.max_new_tokens or config.sampling.max_new_tokens
 
 
 def _renamed(prompt: Prompt, name: str) -> Prompt:

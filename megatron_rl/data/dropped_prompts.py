@@ -78,13 +78,6 @@ def try_rendering(
     return Rendering(dropped, notes)
 
 
-def find_dropped(
-    prompts: Sequence[Prompt], config: Config, limits: Mapping[str, int] | None = None
-) -> list[DroppedPrompt]:
-    """The prompts that generators could not render, as `try_rendering` finds them."""
-    return try_rendering(prompts, config, limits).dropped
-
-
 def render_in_child(
     config: Config,
     conversations: Sequence[Conversation],

@@ -13,9 +13,6 @@ from megatron_rl.protocol.prompt import NotText, text_of_parts
 
 _ROLES = {"developer": "system"}
 """Roles of requests -> roles that chat templates know."""
-_IMAGE_MARKS = ("<image>", "<video>", "<|image_pad|>")
-
-
 _CALLS = ("tool_calls", "function_call")
 _OFFERS = ("tools", "functions")
 _INSTEAD = (
@@ -71,13 +68,6 @@ def _are_tools(value: Any) -> bool:
             return False
     tools = value if isinstance(value, list) else []
     return any(isinstance(one, Mapping) and ("function" in one or "name" in one) for one in tools)
-
-
-def refuse_images(text: str) -> None:
-    """Raise NotText for a question that shows an image."""
-    for mark in _IMAGE_MARKS:
-        if mark in text:
-            raise NotText(f"the question holds {mark}: images are not read")
 
 
 def _from_json(text: str) -> Any:

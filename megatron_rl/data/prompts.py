@@ -336,7 +336,8 @@ class PromptStream:
     def __init__(self, sets: PromptSets, seed: int) -> None:
         self._sets = sets
         self._seed = seed
-        self._draws = 0
+        self.draws = 0
+        """Number of drawn prompts."""
         self._taken = [0] * len(sets.train)
         self._epochs = [
             ShuffledEpochs(len(prompts), f"{seed}/epoch/{source}")
@@ -364,9 +365,9 @@ class PromptStream:
                 "no source with a weight above 0 has a train prompt that may be drawn: raise "
                 "prompts.weight, or the weight that the stage gives, or lower curriculum.bands"
             )
-        chance = random.Random(f"{self._seed}/draw/{self._draws}")
+        chance = random.Random(f"{self._seed}/draw/{self.draws}")
         source = chance.choices(range(len(weights)), weights=weights)[0]
-        self._draws += 1
+        self.draws += 1
         while True:
             index = self._epochs[source].at(self._taken[source])
             self._taken[source] += 1
@@ -375,14 +376,8 @@ class PromptStream:
             if may_draw is None or may_draw(prompt):
                 return prompt
 
-    @property
-    def draws(self) -> int:
-        """Number of drawn prompts."""
-        return self._draws
-
     def state(self) -> PromptCursor:
-        """The stream's position."""
-        return PromptCursor(self._draws, list(self._taken), self._sets.sizes, self._seed)
+        return PromptCursor(self.draws, list(self._taken), self._sets.sizes, self._seed)
 
     def restore(self, cursor: PromptCursor) -> None:
         """Continue at a position of the same prompts. Raises InputError."""
@@ -395,5 +390,5 @@ class PromptStream:
                 "of the saved run, its eval.prompts and its limits of tokens, by which prompts are "
                 "held out or left out"
             )
-        self._draws = cursor.draws
+        self.draws = cursor.draws
         self._taken = list(cursor.taken)

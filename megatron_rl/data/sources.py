@@ -16,7 +16,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.lookup import find_function, nearest
 from megatron_rl.config.tree import PromptSource
 from megatron_rl.data.jsonl_source import load_jsonl
-from megatron_rl.data.kinds import paths_of, read_as, with_hub_name
+from megatron_rl.data.kinds import read_as, with_hub_name
 from megatron_rl.data.repeats import Repeats
 from megatron_rl.data.tables.hub import read_hub
 from megatron_rl.data.tables.rows import RowFault, without_system
@@ -167,11 +167,7 @@ def _human_eval_prompt(row: dict[str, str]) -> Prompt:
 
 
 def read_source(
-    source: PromptSource,
-    seed: int,
-    *,
-    key: str,
-    on_fault: Callable[[RowFault], None] | None = None,
+    source: PromptSource, seed: int, *, key: str, on_fault: Callable[[RowFault], None] | None = None
 ) -> Reading:
     """Prompts of a source, with notes for the user. Raises InputError.
 
@@ -190,7 +186,7 @@ def read_source(
     settings.check_sources([source.model_copy(update={"kind": kind})])
     prompts = find_function(SOURCES, kind, key=key)(source, seed)
     notes = [] if kind == source.kind else [f"{source.name}: a data set of {kind}"]
-    paths = paths_of(source)
+    paths = [] if source.path is None else [source.path]
     if source.system == "replace":
         prompts = [without_system(prompt) for prompt in prompts]
     if kind == "jsonl" and source.repeated == "drop":

@@ -15,6 +15,7 @@ import tomli_w
 from megatron_rl.config.errors import InputError
 from megatron_rl.data.example_tasks import Sizes, make_sort, solve_sort, write_tasks
 from megatron_rl.data.tiny_model import make_folder
+from megatron_rl.protocol.whole_file import write_whole
 
 TRAIN, HELD_OUT, SFT_EXAMPLES = 8000, 1000, 500
 WRONG_SHARE = 0.6
@@ -40,14 +41,11 @@ def make_tiny(folder: Path, seed: int) -> Path:
         "prompts": [{"kind": "jsonl", "path": str(tasks / "prompts.jsonl")}],
     }
     # Written last: it marks a complete folder.
-    written = layer.with_suffix(".new")
-    written.write_text(tomli_w.dumps(settings))
-    written.replace(layer)
+    write_whole(layer, tomli_w.dumps(settings))
     return layer
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="folder to make")
     parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and SFT examples")

@@ -51,8 +51,6 @@ _PARTLY_COMPARED = ("queue/", "eval/")
 
 @dataclass
 class _Audit:
-    """A run, and what was found so far."""
-
     run_dir: Path
     config: Config
     findings: Findings = field(default_factory=Findings)

@@ -25,8 +25,6 @@ class Rule:
 
 @dataclass
 class Findings:
-    """All rules of an audit."""
-
     rules: dict[str, Rule] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     """Records that could not be checked, and why."""
@@ -43,12 +41,10 @@ class Findings:
 
     @property
     def is_sound(self) -> bool:
-        """Whether no rule was broken."""
         return not self._broken
 
     @property
     def verdict(self) -> str:
-        """One line for people."""
         if self.is_sound:
             return "all rules hold"
         if self._broken == {WHOLE}:

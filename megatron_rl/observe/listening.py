@@ -53,8 +53,6 @@ class Door(StrEnum):
 
 @dataclass(frozen=True)
 class Listener:
-    """One listening socket."""
-
     role: str
     pid: int
     kind: str

@@ -13,8 +13,6 @@ Kind = Literal["gauge", "count"]
 
 
 class Entry(NamedTuple):
-    """A documented metric."""
-
     name: str
     meaning: str
     """Meaning and unit."""

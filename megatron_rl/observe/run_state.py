@@ -312,5 +312,4 @@ def restart_line(row: Row) -> str:
 
 
 def cell(row: Row, name: str, form: str) -> str:
-    """A formatted value of a row; "-" without the value."""
     return format(row[name], form) if name in row else "-"

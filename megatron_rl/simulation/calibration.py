@@ -90,8 +90,7 @@ class Calibration:
             recomputes_cache=config.weights.kv_cache == "recompute",
         )
         sync = dataclasses.replace(
-            fitted.sync,
-            is_overlapped=assumed.is_overlapped or config.weights.overlap,
+            fitted.sync, is_overlapped=assumed.is_overlapped or config.weights.overlap
         )
         verifier = fitted.verifier
         if assumed.verifier_servers is not None:
@@ -180,9 +179,7 @@ def _trainer(run: RunRecords, measured: Measured) -> TrainerModel:
         max(
             sum(sum(found[i] for i in microbatch) for microbatch in rank)
             for rank in deal(
-                found,
-                budget_tokens=config.train.microbatch_tokens,
-                dp_size=config.parallel.data,
+                found, budget_tokens=config.train.microbatch_tokens, dp_size=config.parallel.data
             )
         )
         for _, found in sorted(lengths.items())

@@ -46,8 +46,6 @@ class Span:
 
 
 class Cluster:
-    """One simulated run."""
-
     def __init__(
         self,
         config: Config,

@@ -58,8 +58,6 @@ class EngineModel:
 
 @dataclass
 class Request:
-    """A requested completion."""
-
     lease_id: int
     index: int
     group: int
@@ -87,9 +85,7 @@ class Request:
 
     def spans(self) -> list[VersionSpan]:
         """Policy versions of a finished completion's tokens."""
-        last: dict[int, int] = {}
-        for version, start in self.starts:
-            last[start] = version
+        last = {start: version for version, start in self.starts}
         edges = [start for start in sorted(last) if start < self.tokens]
         found: list[VersionSpan] = []
         for start, end in itertools.pairwise([*edges, self.tokens]):
@@ -143,12 +139,10 @@ class Engine:
 
     @property
     def in_flight(self) -> int:
-        """Number of running and waiting completions."""
         return len(self._running) + len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Number of running completions."""
         return len(self._running)
 
     @property
@@ -164,7 +158,6 @@ class Engine:
     # --- events, in order of time ---------------------------------------------------------------
 
     def add(self, request: Request, now: float) -> None:
-        """Add a completion."""
         self.advance(now)
         self._waiting.append(request)
         if not self._running:
@@ -245,7 +238,8 @@ class Engine:
 
     def _iterations_in(self, seconds: float) -> int:
         """Whole iterations of the running completions in these seconds, if none ends."""
-        seconds += _rounding(self._clock)
+        # The rounding error of an event's time.
+        seconds += 1e-9 * max(1.0, abs(self._clock))
         if seconds <= 0:
             return 0
         count, model = len(self._running), self.model
@@ -349,8 +343,3 @@ class Engine:
 
     def _held(self, request: Request) -> int:
         return request.prompt_tokens + self._generated(request)
-
-
-def _rounding(clock: float) -> float:
-    """Rounding error of an event's time, in seconds."""
-    return 1e-9 * max(1.0, abs(clock))

@@ -54,8 +54,6 @@ class FleetTotals(Counts):
 
 
 class Fleet:
-    """All generators of a run."""
-
     def __init__(self, run: VirtualRun, on_restart: Callable[[Generator], None]) -> None:
         """on_restart: called with a restarted generator that waits for weights."""
         self._run, self._on_restart = run, on_restart
@@ -139,14 +137,12 @@ class Fleet:
         return [generator for generator in self.generators.values() if generator.is_alive]
 
     def reset(self) -> None:
-        """Restart the totals."""
         for generator in self.generators.values():
             self._count_time(generator)
         # The engines count into the same object.
         vars(self._totals).update(vars(FleetTotals()))
 
     def totals(self) -> FleetTotals:
-        """Totals since the last reset."""
         for generator in self.generators.values():
             self._count_time(generator)
             if generator.is_alive:

@@ -10,17 +10,8 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.gpus import find_gpu
 from megatron_rl.config.tree import Config
 from megatron_rl.plan.communicators import engine_communicator_bytes
-from megatron_rl.plan.flops import (
-    BACKWARD,
-    attention_flops,
-    output_flops,
-    product_flops,
-)
-from megatron_rl.plan.generator import (
-    engine_memory,
-    engine_rank_bytes,
-    kv_bytes_per_token,
-)
+from megatron_rl.plan.flops import BACKWARD, attention_flops, output_flops, product_flops
+from megatron_rl.plan.generator import engine_memory, engine_rank_bytes, kv_bytes_per_token
 from megatron_rl.plan.parameters import model_parameters
 from megatron_rl.plan.trainer_memory import ITEM_BYTES
 from megatron_rl.plan.weight_sync import sync_cost

@@ -74,8 +74,6 @@ class TrainerModel:
 
 @dataclass(frozen=True)
 class WeightSyncModel:
-    """Costs of weight syncs."""
-
     pause_s: float
     """Pause of all engines, which are served together."""
     late_s: float = 0.0
@@ -123,8 +121,6 @@ class Faults:
 
 @dataclass(frozen=True)
 class ClusterModel:
-    """All costs of a cluster."""
-
     engine: EngineModel
     trainer: TrainerModel
     sync: WeightSyncModel

@@ -87,7 +87,6 @@ class VirtualRun:
         return self._events[0][0] if self._events else None
 
     def step(self) -> None:
-        """Run the next event."""
         self.now, _, action = heapq.heappop(self._events)
         self.events += 1
         action()

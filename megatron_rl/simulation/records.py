@@ -122,7 +122,6 @@ def read_run(run_dir: Path) -> RunRecords:
 
 
 def measure(run: RunRecords) -> Measured:
-    """The figures of a run."""
     length = run.ended_at - run.began_at
     steps = run.steps
     count = len(steps)

@@ -31,8 +31,6 @@ Load = Callable[[Sequence[str]], Config]
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One setting."""
-
     values: dict[str, str]
     """Values by swept key; empty: the unchanged configuration."""
     config: Config
@@ -40,7 +38,6 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Name for tables."""
         short = (f"{key.rpartition('.')[2]}={value}" for key, value in self.values.items())
         return ", ".join(short) or "as it is"
 

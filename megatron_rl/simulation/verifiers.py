@@ -25,8 +25,6 @@ PENDING_PER_SERVER = 64
 
 
 class Verifiers:
-    """All verifiers."""
-
     def __init__(self, run: VirtualRun) -> None:
         self._run, self._model = run, run.model.verifier
         pending = run.config.verifier.answers.max_pending
@@ -38,7 +36,6 @@ class Verifiers:
         self.reset()
 
     def reset(self) -> None:
-        """Restart the totals."""
         self.busy_s = 0.0
         """Grading time of all started requests."""
         self.waited_s = 0.0

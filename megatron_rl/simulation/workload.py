@@ -140,16 +140,15 @@ class Workload:
         return found
 
     def is_correct(self, group: int, index: int) -> bool:
-        """Verdict on a completion."""
         rates = self.pass_rates
         rate = random.Random(f"{self.seed}/{group}/rate").betavariate(rates.alpha, rates.beta)
         return random.Random(f"{self.seed}/{group}/{index}/verdict").random() < rate
 
 
-def mean_tokens(lengths: Lengths, cap: int, *, draws: int = 4000, seed: int = 0) -> float:
-    """Mean completion tokens under a cap."""
+def mean_tokens(lengths: Lengths, cap: int, *, draws: int) -> float:
+    """Mean completion tokens of some draws under a cap."""
     found = [
-        lengths.draw(random.Random(f"{seed}/{i}"), random.Random(f"{seed}/{i}/own"), cap)
+        lengths.draw(random.Random(f"0/{i}"), random.Random(f"0/{i}/own"), cap)
         for i in range(draws)
     ]
     return sum(found) / len(found)

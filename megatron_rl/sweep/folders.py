@@ -27,8 +27,6 @@ _RESOLVED = ("run.dir", "ports.")
 
 
 class State(Enum):
-    """State of a run."""
-
     COMPLETE = "complete"
     FAILED = "failed"
     STARTED = "interrupted"
@@ -36,7 +34,6 @@ class State(Enum):
 
 
 def state_of(run: PlannedRun) -> State:
-    """State of the run by its folder."""
     if _has_ended(run):
         return State.COMPLETE
     if (run.run_dir / FAILURE).exists():

@@ -15,12 +15,7 @@ from megatron_rl.config.renamed import RENAMED_METRICS
 from megatron_rl.observe.facts import read_summary
 from megatron_rl.observe.metrics_table import is_known, zero_beside
 from megatron_rl.observe.summary import RunFacts, summarize
-from megatron_rl.protocol.metrics import (
-    COMPLETIONS_DROPPED,
-    GROUPS_DROPPED,
-    RESUMED,
-    stream_rows,
-)
+from megatron_rl.protocol.metrics import COMPLETIONS_DROPPED, GROUPS_DROPPED, RESUMED, stream_rows
 
 STEP_S = "step_s"
 """Metric: median seconds between the ends of consecutive steps."""

@@ -9,13 +9,7 @@ from pathlib import Path
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, load_config, override
 from megatron_rl.config.tree import Config, RunConfig
-from megatron_rl.sweep.sweep_file import (
-    Scalar,
-    SweepFile,
-    Variant,
-    check_own_keys,
-    key_of,
-)
+from megatron_rl.sweep.sweep_file import Scalar, SweepFile, Variant, check_own_keys, key_of
 
 _NOT_FOR_NAMES = re.compile(r"[^\w.+=-]+")
 _NAME_BYTES = 255
@@ -37,20 +31,16 @@ class PlannedRun:
 
     @property
     def label(self) -> str:
-        """Name in messages."""
         return f"{self.variant} seed {self.seed}"
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments of megatron-rl."""
         place = ["--config", str(self.base), "--run-dir", str(self.run_dir)]
         return ["run", *place, *self.overrides]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All runs of a sweep."""
-
     sweep: SweepFile
     sweep_dir: Path
     """Absolute."""
@@ -80,7 +70,7 @@ def make_plan(sweep: SweepFile, sweep_dir: Path, overrides: Sequence[str] = ()) 
     """
     variants = dict(_expand(sweep))
     baseline = sweep.baseline or next(iter(variants))
-    problems = _naming_problems(sweep, baseline, list(variants))
+    problems = _naming_problems(baseline, list(variants))
     try:
         check_own_keys([key_of(text) for text in overrides])
     except ValueError as error:
@@ -141,7 +131,7 @@ def _text(value: Scalar) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _naming_problems(sweep: SweepFile, baseline: str, names: list[str]) -> list[str]:
+def _naming_problems(baseline: str, names: list[str]) -> list[str]:
     problems = [
         f"the name of variant {name} is longer than {_NAME_BYTES} bytes: give [[variants]] with "
         "short names instead of the grid"

@@ -83,8 +83,6 @@ def sign_p(higher: int, lower: int) -> float | None:
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run."""
-
     run: PlannedRun
     state: State
     reason: str
@@ -107,8 +105,6 @@ class Figure:
 
 @dataclass(frozen=True)
 class Results:
-    """All figures of a sweep."""
-
     plan: Plan
     runs: tuple[RunResult, ...]
     figures: tuple[Figure, ...]

@@ -27,7 +27,6 @@ CommandOf = Callable[[PlannedRun], list[str]]
 
 
 def run_command(run: PlannedRun) -> list[str]:
-    """The command line of a run."""
     return [sys.executable, "-m", "megatron_rl.cli.main", *run.arguments]
 
 

@@ -46,7 +46,6 @@ def job_name(plan: Plan, run: PlannedRun) -> str:
 
 
 def script_of(plan: Plan, run: PlannedRun) -> str:
-    """The batch script of a run."""
     slurm = plan.sweep.slurm
     options = [
         f"--job-name={job_name(plan, run)}",

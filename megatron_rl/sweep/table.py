@@ -43,7 +43,6 @@ def write_files(results: Results, sweep_dir: Path) -> None:
 
 
 def as_markdown(results: Results) -> str:
-    """The table as Markdown."""
     lines = [f"# {results.plan.sweep.name}", "", f"{_legend(results)}."]
     for metric in results.plan.sweep.metrics:
         lines += ["", f"## {metric}", "", _line(_COLUMNS), _line(["---"] * len(_COLUMNS))]

@@ -9,8 +9,8 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.data.dropped_prompts import (
     DroppedPrompt,
-    find_dropped,
     read_dropped,
+    try_rendering,
     write_dropped,
 )
 from megatron_rl.data.tiny_model import write_tokenizer
@@ -41,7 +41,7 @@ def test_prompts_without_room_are_found_with_their_place(tmp_path: Path) -> None
         Prompt(f"p{n}", "math", [ChatMessage("user", text)], "1", place=f"f:{n}" if n < 3 else "")
         for n, text in enumerate(texts)
     ]
-    dropped = find_dropped(prompts, config)
+    dropped = try_rendering(prompts, config).dropped
     assert [(d.id, d.where) for d in dropped] == [("p1", "f:1"), ("p3", "prompt 'p3'")]
     assert dropped[0].reason.startswith("the prompt has 21 tokens; allowed are 1 to 20 = ")
     assert dropped[1].reason.startswith("the prompt has 501 tokens")
@@ -51,7 +51,7 @@ def test_room_is_what_the_completions_of_a_prompt_need(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     prompts = [Prompt(name, "math", [ChatMessage("user", "1" * 19)], "1") for name in "abc"]
     # 20 tokens each, of 32: there is room for 12.
-    dropped = find_dropped(prompts, config, {"a": 13, "b": 4})
+    dropped = try_rendering(prompts, config, {"a": 13, "b": 4}).dropped
     assert [prompt.id for prompt in dropped] == ["a"]
     assert "allowed are 1 to 19 = " in dropped[0].reason
 
@@ -60,7 +60,7 @@ def test_bad_tokenizer_is_bad_input_also_from_the_child(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     (tmp_path / "model" / "tokenizer.json").unlink()
     with pytest.raises(InputError, match="cannot load its tokenizer"):
-        find_dropped([make_prompt()], config)
+        try_rendering([make_prompt()], config)
 
 
 def test_the_list_is_read_back_and_vanishes_with_its_reason(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from megatron_rl.config.lookup import find_function
 from megatron_rl.protocol.types import ScoreRequest
 from tools.bench import end_to_end
 from tools.bench.children import ChildFailed
-from tools.bench.end_to_end import REAL, SETTINGS, Runs, Variant, quickest, run_all
+from tools.bench.end_to_end import REAL, SETTINGS, Variant, quickest, run_all
 from tools.bench.end_to_end_peer import lines, vowel_share
 from tools.bench.loops import (
     Scale,
@@ -137,7 +137,7 @@ def test_ratios_are_of_tokens_and_memory_is_beside_the_peers() -> None:
 
 
 def test_a_variant_with_fewer_repeats_is_run_less_often(tmp_path: Path) -> None:
-    runs, order = Runs(), []
+    order = []
 
     def variant(name: str) -> Variant:
         def run(run_dir: Path) -> list[StepMark]:
@@ -146,10 +146,8 @@ def test_a_variant_with_fewer_repeats_is_run_less_often(tmp_path: Path) -> None:
 
         return run
 
-    run_all(
-        {name: variant(name) for name in ("a", "b")}, runs, repeats=3, work_dir=tmp_path,
-        before_each=lambda: None, at_most={"b": 1},
-    )  # fmt: skip
+    by_name = {name: variant(name) for name in ("a", "b")}
+    runs = run_all(by_name, tmp_path, lambda: None, repeats=3, at_most={"b": 1})
     assert order == ["a-0", "b-0", "a-1", "a-2"]
     assert {name: len(found) for name, found in runs.loops.items()} == {"a": 3, "b": 1}
 

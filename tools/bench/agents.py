@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from generation.engine import Completion, Engine, EngineSetup, load_engine
+from generation.engine import Completion, Engine, load_engine
 from generation.episodes import Environments, Episodes
 from generation.health import Activity, EngineHealth
 from generation.rollouts import Work
@@ -40,7 +40,7 @@ from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.rollout import given_ranges
 from megatron_rl.protocol.types import ChatMessage, Lease, Prompt, Rollout, Sampling
 from tools.bench.children import HOST, smollm2
-from tools.bench.generate_peer import endless_model
+from tools.bench.generate_peer import endless_model, setup
 from tools.bench.measuring import CORES, busy_share, parser, run, say
 from verification.environments.host import EnvironmentHost
 from verification.environments.settings import EnvironmentSettings
@@ -83,13 +83,11 @@ class Counting:
 
     @property
     def version(self) -> int:
-        """As the engine's."""
         return self.engine.version
 
     async def generate(
         self, prompt_ids: list[int], sampling: Sampling, indices: list[int]
     ) -> AsyncIterator[Completion]:
-        """As the engine's."""
         self.first = self.first or prompt_ids
         async for completion in self.engine.generate(prompt_ids, sampling, indices):
             if prompt_ids != self.first:
@@ -99,8 +97,6 @@ class Counting:
 
 @dataclass
 class Sample:
-    """One loop's figures."""
-
     seconds: float
     busy_share: float
     cached_share: float
@@ -181,21 +177,13 @@ def known_tokens(rollout: Rollout) -> int:
     return sum(prompt + start for start, _ in given_ranges(rollout.spans))
 
 
-def open_engine(model: Path, folder: Path, conversations: int) -> Engine:
-    """Our SGLang server for a model, not started; needs an event loop."""
-    setup = EngineSetup(
-        model=model, dtype="bfloat16", stop_ids=(), tensor_parallel=1, max_running=conversations,
-        kv_tokens=(conversations + 4) * CONTEXT_TOKENS, context_tokens=CONTEXT_TOKENS, nice=0,
-        start_timeout_s=300.0, request_timeout_s=600.0, weights_timeout_s=60.0, host=HOST,
-        port=find_free(HOST, 2), seed=0, version=0, log_path=folder / "engine.log",
-    )  # fmt: skip
-    return load_engine("sglang")(setup)
-
-
 async def measure(folder: Path, conversations: int, repeats: int) -> dict[str, Any]:
-    """All figures."""
     source = smollm2()
-    engine = open_engine(endless_model(source, folder / "model"), folder, conversations)
+    given = setup(
+        endless_model(source, folder / "model"), running=conversations,
+        context_tokens=CONTEXT_TOKENS, port=find_free(HOST, 2), log_path=folder / "engine.log",
+    )  # fmt: skip
+    engine = load_engine("sglang")(given)
     renderer = Renderer(
         RenderConfig(system_prompt=""), source, CONTEXT_TOKENS, format_checks={"talk": "none"}
     )
@@ -226,7 +214,6 @@ async def measure(folder: Path, conversations: int, repeats: int) -> dict[str, A
 
 
 def main() -> int:
-    """Command line."""
     made = parser(__doc__, quick="64 conversations, one repeat", repeats="samples of each loop")
     options = made.parse_args()
     conversations = QUICK_CONVERSATIONS if options.quick else CONVERSATIONS

@@ -247,5 +247,4 @@ def fingerprint(folder: Path, pins: Path) -> str:
 
 
 def torch_pin(pins: Path) -> str:
-    """The pin of torch's CPU build."""
     return next(line for line in pins.read_text().splitlines() if line.startswith("torch=="))

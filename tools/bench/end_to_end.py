@@ -129,7 +129,6 @@ Variant = Callable[[Path], list[StepMark]]
 
 
 def main() -> int:
-    """Command line."""
     options = _parse()
     return run("end-to-end", options, partial(measure, options), cores=CORES)
 
@@ -180,17 +179,13 @@ def run_small(bench: Bench, peer: Path, name: str, *, steps: int, repeats: int) 
     """Figures of the workload tiny or lookup. Raises ChildFailed, also if turns are missing."""
     work_dir = bench.work_dir / name
     work_dir.mkdir()
-    make, runs = make_lookup if name == "lookup" else make_tiny, Runs()
-    workload = make(work_dir, steps)
+    workload = (make_lookup if name == "lookup" else make_tiny)(work_dir, steps)
     by_name = ours(workload) | {
         "trl_1thread": lambda run_dir: run_peer(workload, peer, threads=1, run_dir=run_dir),
         "trl_2threads": lambda run_dir: run_peer(workload, peer, threads=2, run_dir=run_dir),
     }
     once = {"ours_sync": 1, "trl_2threads": 1} if name == "lookup" else {}
-    run_all(
-        by_name, runs, repeats=repeats, work_dir=work_dir, before_each=bench.before_each,
-        at_most=once,
-    )  # fmt: skip
+    runs = run_all(by_name, work_dir, bench.before_each, repeats=repeats, at_most=once)
     conditions = {"steps": steps, "repeats": repeats, "peak_memory_bytes": runs.peaks}
     found = conditions | compare_tiny(runs.loops)
     if name == "lookup":
@@ -216,21 +211,14 @@ def run_real(bench: Bench, peer: Path) -> dict[str, Any]:
     probed = probe(workload, peer, work_dir, names)
     setting = quickest(probed)
     say(f"real: TRL's settings, seconds of a short step: {probed}")
-    runs = Runs()
     slow = with_steps(workload, scale.peer_steps)
     by_name = ours(workload) | {
         "trl": lambda run_dir: run_peer(
             slow, peer, threads=TRL_THREADS, run_dir=run_dir, settings=SETTINGS[setting]
         )
     }
-    run_all(
-        by_name,
-        runs,
-        repeats=scale.repeats,
-        work_dir=work_dir,
-        before_each=bench.before_each,
-        at_most={"trl": 1, "ours_sync": 1},
-    )
+    once = {"trl": 1, "ours_sync": 1}
+    runs = run_all(by_name, work_dir, bench.before_each, repeats=scale.repeats, at_most=once)
     lengths = spread(_lengths(work_dir, scale.repeats))
     say(f"real: tokens of completions: {lengths}")
     return {
@@ -253,17 +241,17 @@ def ours(workload: Workload) -> dict[str, Variant]:
 
 def run_all(
     by_name: dict[str, Variant],
-    runs: Runs,
-    *,
-    repeats: int,
     work_dir: Path,
     before_each: Callable[[], None],
-    at_most: dict[str, int] | None = None,
-) -> None:
-    """Run all variants in rotating order and fill `runs`. at_most: variants with fewer repeats."""
+    *,
+    repeats: int,
+    at_most: dict[str, int],
+) -> Runs:
+    """Run all variants in rotating order. at_most: variants with fewer repeats."""
+    runs = Runs()
     for repeat, order in enumerate(rotations(list(by_name), repeats)):
         for name in order:
-            if repeat >= (at_most or {}).get(name, repeats):
+            if repeat >= at_most.get(name, repeats):
                 continue
             before_each()
             started = time.monotonic()
@@ -276,6 +264,7 @@ def run_all(
                 f"{marks[-1].seconds:.1f} s, {time.monotonic() - started:.0f} s with set-up, "
                 f"{memory.peak_bytes / 1e9:.1f} GB"
             )
+    return runs
 
 
 def make_tiny(work_dir: Path, steps: int) -> Workload:

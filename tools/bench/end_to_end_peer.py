@@ -120,7 +120,6 @@ class Grader:
     def __call__(
         self, completion_ids: list[list[int]], answer: list[str], **_: object
     ) -> list[float]:
-        """Rewards of the completions."""
         self.lengths = [len(ids) for ids in completion_ids]
         texts = [self._decode(ids) for ids in completion_ids]
         if self._job.task == "open":
@@ -154,7 +153,6 @@ class Table:
         self._tool = tool
 
     def reset(self, entry: str, answer: str, **_: object) -> None:
-        """Start a conversation."""
         self._entry, self.answer = json.loads(entry), answer
         self.calls: list[tuple[str, str]] = []
 
@@ -222,11 +220,9 @@ class StepRows:
         self._started_at = 0.0
 
     def on_train_begin(self, *_: object, **__: object) -> None:
-        """Start the clock."""
         self._started_at = time.monotonic()
 
     def on_step_end(self, args: object, state: Any, control: object, **_: object) -> None:
-        """Write the row."""
         row = {
             "step": state.global_step,
             "seconds": round(time.monotonic() - self._started_at, 4),
@@ -257,7 +253,6 @@ def load_prompts(job: Job, tokenizer: Any) -> Any:
 
 
 def main() -> None:
-    """Command line."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer

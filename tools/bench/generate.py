@@ -95,7 +95,6 @@ class Bench:
 
 
 def main() -> int:
-    """Command line."""
     made = parser(__doc__, quick="64 requests, one repeat", repeats="samples of each engine")
     made.add_argument("--vllm-venv", type=Path, default=vllm_python().parent.parent)
     # On the command line "ours" has its name in generator.engine.

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from generation.engine import EngineSetup
 
-START_S = 300.0
-REQUEST_S = 600.0
 MAX_RUNNING = 64
 VLLM_KV_BYTES = 1 << 30
 LOWEST_ID, IDS = 1000, 40_000
@@ -103,35 +101,23 @@ def measure(job: Job, generate: Generate) -> None:
 
 
 def main() -> None:
-    """Command line."""
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     named = {"transformers": measure_transformers, "vllm_cpu": measure_vllm}
     named.get(job.engine, measure_ours)(job)
 
 
-def setup(job: Job) -> "EngineSetup":
-    """Engine setup like in a run of this model."""
+def setup(
+    model: Path, *, running: int, context_tokens: int, port: int, log_path: Path
+) -> "EngineSetup":
+    """Engine setup like in a run of SmolLM2, with room for `running` completions."""
     from generation.engine import EngineSetup
 
-    context = job.prompt_tokens + job.new_tokens + 8
     return EngineSetup(
-        model=Path(job.model),
-        dtype="bfloat16",
-        stop_ids=(),
-        tensor_parallel=1,
-        max_running=MAX_RUNNING,
-        kv_tokens=(MAX_RUNNING + 4) * context,
-        context_tokens=context,
-        nice=0,
-        start_timeout_s=START_S,
-        request_timeout_s=REQUEST_S,
-        weights_timeout_s=60.0,
-        host="127.0.0.1",
-        port=job.port,
-        seed=0,
-        version=0,
-        log_path=Path(job.rows).with_suffix(".engine.log"),
-    )
+        model=model, dtype="bfloat16", stop_ids=(), tensor_parallel=1, max_running=running,
+        kv_tokens=(running + 4) * context_tokens, context_tokens=context_tokens, nice=0,
+        start_timeout_s=300.0, request_timeout_s=600.0, weights_timeout_s=60.0, host="127.0.0.1",
+        port=port, seed=0, version=0, log_path=log_path,
+    )  # fmt: skip
 
 
 def measure_ours(job: Job) -> None:
@@ -140,7 +126,12 @@ def measure_ours(job: Job) -> None:
     from megatron_rl.protocol.types import Sampling
 
     loop = asyncio.new_event_loop()
-    engine = load_engine(job.engine)(setup(job))
+    given = setup(
+        Path(job.model), running=MAX_RUNNING, port=job.port,
+        context_tokens=job.prompt_tokens + job.new_tokens + 8,
+        log_path=Path(job.rows).with_suffix(".engine.log"),
+    )  # fmt: skip
+    engine = load_engine(job.engine)(given)
 
     async def one(prompt: list[int], tokens: int) -> int:
         async with aclosing(engine.generate(prompt, Sampling(tokens, 1.0), [0])) as answers:

@@ -57,7 +57,6 @@ class Shapes:
 
     @property
     def layer_weights(self) -> int:
-        """Weights of one layer's products."""
         return sum(rows * columns for rows, columns in self.layer)
 
     @property
@@ -109,7 +108,6 @@ Product = Callable[[Tensor], Tensor]
 
 
 def plain_product(weight: Tensor) -> Product:
-    """F.linear with this weight."""
     return lambda x: F.linear(x, weight)
 
 
@@ -322,7 +320,6 @@ def _zmq_ends(pair: zmq.Socket) -> Ends:
 
 
 def main() -> int:
-    """Command line."""
     quick = parser(__doc__, quick="64 rows, smaller footprints").parse_args().quick
     found = {
         "mode": "quick" if quick else "full",

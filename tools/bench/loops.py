@@ -130,14 +130,10 @@ def overlap_bound(marks: Sequence[StepMark], skip: int) -> float:
     return sum(taken) / sum(longer)
 
 
-def seconds_to_accuracy(
-    marks: Sequence[StepMark],
-    goal: float = ACCURACY_GOAL,
-    window: int = ACCURACY_WINDOW_STEPS,
-) -> float | None:
-    """End of the first step with accuracy `goal` over the last `window` steps; else None."""
-    for end in range(window, len(marks) + 1):
-        recent = marks[end - window : end]
+def seconds_to_accuracy(marks: Sequence[StepMark], goal: float = ACCURACY_GOAL) -> float | None:
+    """End of the first step with accuracy `goal` over the last steps of the window; else None."""
+    for end in range(ACCURACY_WINDOW_STEPS, len(marks) + 1):
+        recent = marks[end - ACCURACY_WINDOW_STEPS : end]
         if _accuracy(recent) >= goal:
             return recent[-1].seconds
     return None

@@ -99,7 +99,6 @@ def rounded(value: Any) -> Any:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds of a call."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started

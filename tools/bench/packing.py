@@ -47,8 +47,6 @@ LONGEST = MAX_COMPLETION + PROMPT_TOKENS[1]
 
 
 class Lengths(NamedTuple):
-    """Tokens of one sequence."""
-
     prompt: int
     completion: int
 
@@ -69,7 +67,6 @@ def magistral_like(count: int, *, seed: int, scale: float = 1.0) -> list[Lengths
 
 
 def main() -> int:
-    """Command line."""
     is_quick = parser(__doc__, quick="fewer sequences").parse_args().quick
     count = QUICK_SEQUENCES if is_quick else SEQUENCES
     draws = [[s.total for s in magistral_like(count, seed=seed)] for seed in range(DRAWS)]
@@ -80,7 +77,6 @@ def main() -> int:
 
 
 def figures(lengths: Sequence[int], budget: int) -> dict[str, float]:
-    """Figures of one draw."""
     total, least = sum(lengths), math.ceil(sum(lengths) / budget)
     started = time.perf_counter()
     (mine,) = deal(list(lengths), budget_tokens=budget, dp_size=1)

@@ -114,7 +114,6 @@ class Produced(NamedTuple):
 
     @property
     def mean_tokens(self) -> int:
-        """Mean completion length."""
         return round(self.tokens_per_s / self.completions_per_s)
 
 
@@ -377,7 +376,6 @@ def figures(variant: Variant, queue: Outcome, floor: Outcome) -> dict[str, float
 
 
 def main() -> None:
-    """Entry."""
     made = parser(__doc__, quick="smaller batches, shorter")
     all_names = list(variants(is_quick=True))
     made.add_argument("--only", nargs="+", choices=all_names, default=all_names)

@@ -81,7 +81,6 @@ class Load(msgspec.Struct, frozen=True):
 
     @property
     def batch(self) -> int:
-        """Completions per batch."""
         return self.prompts_per_batch * self.group_size
 
     @property
@@ -194,7 +193,6 @@ class _Generators:
         """(time of a lease, seconds since its slot was announced free)"""
 
     def run(self) -> None:
-        """Run until the benchmark is over."""
         next_at = time.monotonic()
         while not self._control.is_over.is_set():
             for socket, _ in self._poller.poll(_POLL_MS):
@@ -267,7 +265,6 @@ class _Others:
         self.leases: list[tuple[float, float]] = []
 
     def run(self) -> None:
-        """Run until the benchmark is over."""
         poller, beat_at, has_share = zmq.Poller(), 0.0, [False] * len(self._leaders)
         for socket in (*self._verifiers, *self._leaders):
             poller.register(socket, zmq.POLLIN)

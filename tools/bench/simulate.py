@@ -57,7 +57,6 @@ def compare_runs(runs: list[RunRecords]) -> list[Figures]:
 
 
 def compare(predicted: Outcome, measured: Measured) -> Figures:
-    """Figures of one run."""
     found: Figures = {}
     for name in (*TIMES, *SHARES):
         said, was = getattr(predicted, name), getattr(measured, name)

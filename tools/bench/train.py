@@ -44,12 +44,7 @@ import msgspec
 from megatron_rl.backend.environment import ranks_environment
 from megatron_rl.config.gpus import named_peak
 from megatron_rl.config.tree import Config
-from megatron_rl.plan.flops import (
-    BACKWARD,
-    causal_flops,
-    output_flops,
-    product_flops,
-)
+from megatron_rl.plan.flops import BACKWARD, causal_flops, output_flops, product_flops
 from megatron_rl.weights.layout.shape import ModelShape
 from tools.bench.children import (
     SMOLLM2,
@@ -174,7 +169,6 @@ PRECISIONS = {
 
 
 def main() -> int:
-    """Command line."""
     made = parser(__doc__, quick="a smaller model, fewer tokens", repeats="steps of each loop")
     made.add_argument("--gpu-only", action="store_true", help="mfu_bf16 and mfu_fp8, nothing else")
     options = made.parse_args()

@@ -99,7 +99,6 @@ def main(cfg: Config, work: Workload) -> None:
 
 
 def lengths_of(work: Workload) -> list[Lengths]:
-    """Lengths of the workload's sequences."""
     if work.tokens is None:
         return magistral_like(work.sequences, seed=1, scale=work.scale)
     totals = np.random.default_rng(1).integers(*work.tokens, work.sequences, endpoint=True)

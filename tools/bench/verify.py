@@ -380,7 +380,6 @@ def to_draft(number: int, sample: Sample, rules: RewardRules) -> Draft:
 
 
 def main() -> None:
-    """Entry."""
     quick = parser(__doc__, quick="fewer items: two minutes").parse_args().quick
     # A warning per bomb would hide the figures.
     logging.getLogger("verification").setLevel(logging.ERROR)

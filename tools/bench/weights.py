@@ -87,7 +87,6 @@ LAYOUTS = {
 
 
 def main() -> int:
-    """Command line."""
     options = _parse()
     measure = measure_replicas if options.replicas else measure_layouts
     return run("weights", options, partial(measure, options))
@@ -96,7 +95,6 @@ def main() -> int:
 def measure_layouts(
     options: argparse.Namespace, work_dir: Path, cores: list[int]
 ) -> dict[str, Any]:
-    """Figures of all layouts."""
     model, job = set_up(options, work_dir, options.methods)
     found: dict[str, dict[str, float]] = {}
     shares = []
@@ -144,7 +142,6 @@ def set_up(options: argparse.Namespace, folder: Path, methods: Sequence[str]) ->
 
 
 def configure(layout: Layout, model: Path, run_dir: Path, bucket_bytes: int) -> Config:
-    """Configuration of a layout."""
     cfg = Config.model_validate({
         "run": {"dir": run_dir},
         "model": {"path": model, "dtype": "float32"},
@@ -199,7 +196,6 @@ _RATIOS: tuple[tuple[str, str, str, Callable[[Sample], float]], ...] = (
 
 
 def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
-    """Figures of one layout."""
     by = {name: _of(samples, name) for name in METHODS}
     reshard = by[RESHARD]
     two_buckets = 2 * cfg.weights.bucket_bytes

@@ -39,14 +39,7 @@ from megatron_rl.weights.sync import reshard
 from megatron_rl.weights.sync.link import Outcome
 from tools.bench.children import read_job
 from tools.bench.measuring import rotations, start_peak, status_bytes
-from tools.bench.weights_exchanges import (
-    FLOOR,
-    GLOO,
-    RAW,
-    RECEIVE,
-    SEND,
-    limited_links,
-)
+from tools.bench.weights_exchanges import FLOOR, GLOO, RAW, RECEIVE, SEND, limited_links
 
 RESHARD, OVERLAP = "reshard", "overlap"
 AWAY_S = 0.02
@@ -186,7 +179,6 @@ def minimum_bytes(policy: Any, members: dict[str, Hello]) -> int:
 def measure(
     name: str, method: Any, members: dict[str, Hello], version: int, minimum: int
 ) -> Sample:
-    """One weight sync."""
     start_peak()
     resident, loopback, started = status_bytes("VmRSS"), loopback_bytes(), time.monotonic()
     outcome = method.sync(members, version)
@@ -247,11 +239,9 @@ class BareEngine:
             self._by_method[method].take(order)
 
     async def resume(self, version: int) -> None:
-        """Set the version."""
         self.version = version
 
     async def leave_group(self) -> None:
-        """Leave all groups."""
         for each in self._by_method.values():
             each.leave()
 

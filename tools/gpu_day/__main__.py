@@ -85,7 +85,6 @@ def main() -> int:
 
 
 def summary(rows: list[Row], outcomes: dict[str, Outcome], host: str) -> str:
-    """The text of day.md."""
     date = datetime.now(UTC).date().isoformat()
     failed = [
         f"- {test}: {outcome.result}: {outcome.text}"
@@ -116,7 +115,6 @@ def hardware() -> str:
 
 
 def versions() -> str:
-    """Versions of PACKAGES."""
     found = []
     for name in PACKAGES:
         try:

@@ -155,8 +155,6 @@ class NoOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One command of a group."""
-
     name: str
     module: str
     """Dotted name of the module whose `app` has the command."""

@@ -111,8 +111,7 @@ OneConfig = Annotated[
     typer.Option("--config", metavar="FILE", help=_FILE_HELP, autocompletion=complete_config),
 ]
 RunFolder = Annotated[
-    Path,
-    typer.Argument(metavar="RUN_DIR", help="Run folder.", autocompletion=complete_run_folder),
+    Path, typer.Argument(metavar="RUN_DIR", help="Run folder.", autocompletion=complete_run_folder)
 ]
 RunDirOption = Annotated[
     Path | None,

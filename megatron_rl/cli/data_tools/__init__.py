@@ -18,7 +18,7 @@ TOOLS = tuple(
         ("decontaminate", "choosing", "Drop problems that evaluations ask.", _CHOOSE),
         ("check", "prompts", "Find faults of prompts, with their rows.", _CHECK),
         ("show", "prompts", "Show prompts as the model sees them.", _CHECK),
-        ("code-tests", "code_tests", "Validate tests by running solutions.", _CHECK),
+        ("code-tests", "choosing", "Validate tests by running solutions.", _CHECK),
         ("translate", "translating", "Translate a share of problems, six languages.", _CHECK),
     )
 )

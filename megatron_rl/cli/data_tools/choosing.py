@@ -1,7 +1,8 @@
-"""`megatron-rl data difficulty`, `filter-format`, `dedupe` and `decontaminate`: tools that leave
-prompts out.
+"""`megatron-rl data difficulty`, `filter-format`, `dedupe`, `decontaminate` and `code-tests`: tools
+that leave prompts out.
 """
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -20,12 +21,21 @@ from megatron_rl.cli.data_tools.files import (
     read_prompts,
     write_rows,
 )
+from megatron_rl.curation.code_tests import (
+    SENTENCES,
+    CodeTestOptions,
+    check_sandbox,
+    check_tests,
+    run_on_tests,
+)
 from megatron_rl.curation.difficulty import DifficultyOptions, filter_difficulty, open_classes
 from megatron_rl.curation.duplicates import DEFAULT_THRESHOLD, decontaminate, dedupe
 from megatron_rl.curation.format_filter import filter_format
 from megatron_rl.curation.rows import read_rows
-from megatron_rl.curation.samples import read_samples
+from megatron_rl.curation.samples import read_samples, read_solutions
+from megatron_rl.curation.tool import check_at_least
 from megatron_rl.data.tables.rows import RowFault
+from verification.comparisons import code_limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,4 +112,36 @@ def decontaminate_file(options: DecontaminateOptions, console: Console) -> int:
         kept, report = decontaminate(
             rows, evaluations, threshold=options.threshold, progress=report_on
         )
+    return write_rows(options.out, kept, report, console)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationOptions(CodeTestOptions, ToolOptions):
+    solutions: Path
+    """Folder with rollouts, a file of rollouts, or JSONL of {id, language, source}."""
+    task: str = "code"
+    """Task of rows without a task."""
+    config: OneConfig = None
+    workers: int = os.cpu_count() or 1
+    """Number of processes."""
+    languages: Annotated[list[str], typer.Option(metavar="[NAME...]")] = field(
+        default_factory=lambda: list(SENTENCES)
+    )
+
+
+@command("code-tests", "Validate test cases by running solutions.")
+def code_tests(options: ValidationOptions, console: Console) -> int:
+    check_at_least("--workers", options.workers, 1)
+    check_output(options)
+    rows = read_prompts(options)
+    config = read_config(options.config)
+    solutions = read_solutions(options.solutions, config.reward, tags=config.render.tags)
+    limits = check_sandbox(code_limits(config.reward))
+    with progress(console, "solutions") as report_on:
+        printed, counts = run_on_tests(
+            rows, solutions, limits, workers=options.workers, progress=report_on
+        )
+    kept, report = check_tests(
+        rows, printed, options=part_of(CodeTestOptions, options), counts=counts
+    )
     return write_rows(options.out, kept, report, console)

@@ -68,7 +68,6 @@ class ColumnMap(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Columns to read."""
         tests = self.tests.split(", ")
         every = (self.question, self.answer, *self[3:6], *tests, *self[7:9], self.kind, self.gym)
         return [name for name in every if name]
@@ -130,8 +129,9 @@ def find_columns(
     answers, part = finder.values(answer) if answer else [], source.answer_part
     if part == "auto":
         part = form.part if form is not None else choose_part(answers, answer)
-    if tests and part == "all" and not source.columns.answer:
-        answer = _without_program(answer)
+    if tests and part == "all" and not source.columns.answer and answer.lower() == _SOLUTION:
+        # With tests, solutions are programs, as in KodCode.
+        answer = ""
     prefix, suffix = source.strip_prefix, source.strip_suffix
     if not prefix and not suffix:
         prefix, suffix = _instructions(finder.questions(question))
@@ -150,11 +150,6 @@ def find_columns(
     )
     name = form.name if form is not None else finder.recognise(found)
     return found._replace(form=name, unread_rates=finder.unread_rates)
-
-
-def _without_program(answer: str) -> str:
-    """The column of answers; "" for solutions, which with tests are programs, as in KodCode."""
-    return "" if answer.lower() == _SOLUTION else answer
 
 
 def _instructions(questions: Sequence[Any]) -> tuple[str, str]:

@@ -124,10 +124,7 @@ def known_names(key: str) -> list[str]:
 def named_form(kind: str) -> DataSet | None:
     """The data set of the table that a prompts.kind names, in any case; None for another kind."""
     wanted = _letters(kind)
-    return next(
-        (one for one in DATA_SETS if wanted in map(_letters, one.names)),
-        None,
-    )
+    return next((one for one in DATA_SETS if wanted in map(_letters, one.names)), None)
 
 
 def _letters(name: str) -> str:

@@ -26,7 +26,8 @@ from megatron_rl.data.jsonl_source import (
 from megatron_rl.data.messages import plain_turns, refuse_tools
 from megatron_rl.data.tables.columns import NOTHING, ColumnMap
 from megatron_rl.data.tables.data_sets import TASK_TYPE, NoAnswer, take_part
-from megatron_rl.data.tables.test_forms import BadTests, entry_of, tests_in_answer, with_demands
+from megatron_rl.data.tables.plain_values import BadTests
+from megatron_rl.data.tables.test_forms import entry_of, tests_in_answer, with_demands
 from megatron_rl.data.tables.where import decoded, value_of
 from megatron_rl.protocol.prompt import NotText
 from megatron_rl.protocol.types import ChatMessage, Prompt
@@ -61,22 +62,18 @@ class RowReader:
         self._used = {name.split(".")[0] for name in columns.names}
         self._asking = {*QUESTIONS, columns.question.split(".")[0]}
         """Columns that may hold the question."""
-        self._never_seen = {
+        self.never_seen = {
             key: column
             for key, column in source.columns.model_dump().items()
-            if column not in ("", "-")
+            if column not in ("", NOTHING)
         }
-
-    @property
-    def never_seen(self) -> dict[str, str]:
         """Configured columns, by their key, in which no row had a value."""
-        return self._never_seen
 
     def read(self, fields: dict[str, Any], place: str, name: str) -> Prompt | RowFault:
         """The prompt of a row. name: its id unless a column has one."""
-        for key, column in list(self._never_seen.items()):
+        for key, column in list(self.never_seen.items()):
             if value_of(fields, column.split(", ")[0]) is not None:
-                del self._never_seen[key]
+                del self.never_seen[key]
         try:
             if not self._columns.question:
                 check_keys({k: v for k, v in fields.items() if k not in self._used}, place)
@@ -176,7 +173,7 @@ class RowReader:
             text = self._shorten(text)
             if has_tests and not is_ours:
                 text = with_demands(text, prompt.entry, starter)
-            return self._in_template(text)
+            return self._source.template.replace("{question}", text)
 
         return _with_question(prompt, change)
 
@@ -186,10 +183,6 @@ class RowReader:
         if prefix or suffix:
             text = text.strip().removeprefix(prefix).removesuffix(suffix).strip()
         return text
-
-    def _in_template(self, text: str) -> str:
-        template = self._source.template
-        return text if template == "{question}" else template.replace("{question}", text)
 
 
 def without_system(prompt: Prompt) -> Prompt:

@@ -34,13 +34,7 @@ from megatron_rl.data.tables.files import (
 )
 from megatron_rl.data.tables.folders import TableFiles, find_files
 from megatron_rl.data.tables.rows import RowFault, RowReader
-from megatron_rl.data.tables.where import (
-    Condition,
-    check_columns,
-    holds,
-    parse_conditions,
-    value_of,
-)
+from megatron_rl.data.tables.where import Condition, check_columns, holds, parse_condition, value_of
 from megatron_rl.protocol.types import Prompt
 
 
@@ -164,7 +158,7 @@ class _Table:
         self._source = source
         self._files = files
         self._label = label
-        self._conditions = parse_conditions(source.where)
+        self._conditions = [parse_condition(text) for text in source.where]
         self._is_lines = format_of(files.files[0]) in LINES
         self._names_of_columns: list[str] = []
         self.columns = self._find_columns()

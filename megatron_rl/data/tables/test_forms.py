@@ -24,8 +24,6 @@ from megatron_rl.data.tables.plain_values import (
 )
 from megatron_rl.data.tables.where import decoded
 
-__all__ = ["BadTests", "entry_of", "tests_in_answer", "with_demands"]
-
 Entry = dict[str, Any]
 Beside = Mapping[str, Any]
 """A row's further columns of tests, by name."""

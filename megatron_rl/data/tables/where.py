@@ -32,11 +32,6 @@ class Condition(NamedTuple):
     value: Any
 
 
-def parse_conditions(texts: Sequence[str]) -> list[Condition]:
-    """Parse conditions. Raises InputError."""
-    return [_parse(text) for text in texts]
-
-
 def check_columns(conditions: Iterable[Condition], columns: Sequence[str], place: str) -> None:
     """Raise InputError for a condition on a missing column."""
     for condition in conditions:
@@ -100,7 +95,8 @@ def _same(value: Any, wanted: Any) -> bool:
     return isinstance(value, bool) == isinstance(wanted, bool) and bool(value == wanted)
 
 
-def _parse(text: str) -> Condition:
+def parse_condition(text: str) -> Condition:
+    """The condition of a text. Raises InputError."""
     found = _CONDITION.fullmatch(text)
     expected = (
         f'prompts.where = {text!r}: expected a column, one of == != < <= > >= in "not in", and a '

@@ -126,25 +126,17 @@ def open_writers(config: Config, out: Path) -> list[Writer]:
     return writers
 
 
-def written_folders(config: Config, out: Path) -> list[Path]:
-    """The folders into which the writers write."""
+def destinations(config: Config, out: Path) -> dict[str, str | Path]:
+    """Name of each writer -> its address, or the folder into which it writes."""
     wanted = config.metrics
-    asked = {_TENSORBOARD: wanted.tensorboard, _WANDB: wanted.wandb != "off"}
-    return [out / name for name, is_asked in asked.items() if is_asked]
-
-
-def destinations(config: Config, out: Path) -> list[str]:
-    """Names and places of the writers."""
-    wanted = config.metrics
-    found = []
+    found: dict[str, str | Path] = {}
     if wanted.tensorboard:
-        found.append(f"TensorBoard ({out / _TENSORBOARD})")
+        found["TensorBoard"] = out / _TENSORBOARD
     if wanted.prometheus_port:
-        found.append(
-            f"Prometheus (http://{wanted.prometheus_host}:{wanted.prometheus_port}/metrics)"
-        )
+        address = f"http://{wanted.prometheus_host}:{wanted.prometheus_port}/metrics"
+        found["Prometheus"] = address
     if wanted.wandb != "off":
-        found.append(f"Weights & Biases, {wanted.wandb} ({out / _WANDB})")
+        found[f"Weights & Biases, {wanted.wandb}"] = out / _WANDB
     return found
 
 

@@ -1,6 +1,5 @@
 """Weights & Biases: one W&B run per run folder, resumed with it."""
 
-import os
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +9,7 @@ import wandb
 
 from megatron_rl.config.tree import MetricsConfig
 from megatron_rl.observe.exporters.follow import Row, numbers, set_suffix
+from megatron_rl.protocol.whole_file import write_whole
 
 ID_FILE = "megatron_rl_run_id"
 _TIMEOUT_S = 60
@@ -96,7 +96,5 @@ def _id_of(folder: Path) -> str:
     """W&B id of this run folder, the same for a resumed run."""
     path = folder / ID_FILE
     if not path.exists():
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(uuid.uuid4().hex[:12])
-        partial.rename(path)
+        write_whole(path, uuid.uuid4().hex[:12])
     return path.read_text()

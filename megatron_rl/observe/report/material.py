@@ -66,8 +66,6 @@ class Example:
 
 @dataclass
 class Run:
-    """The data of one run folder."""
-
     name: str
     folder: Path
     config: Config
@@ -87,7 +85,6 @@ class Run:
 
 
 def read_material(folder: Path, config: Config, name: str) -> Run:
-    """Read a run folder, also while the run is running."""
     rows = [row for row in stream_rows(folder / "metrics.jsonl") if ACTIVITY_S not in row]
     run = Run(name, folder, config, rows)
     decoder = msgspec.json.Decoder(Record)
