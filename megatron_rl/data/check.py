@@ -14,7 +14,7 @@ from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.data.dropped_prompts import try_rendering
 from megatron_rl.data.own_systems import describe_own_systems
-from megatron_rl.data.repeats import OTHER_ANSWER, REPEATED
+from megatron_rl.data.repeats import OTHER_ANSWER, REPEATED, answer_of
 from megatron_rl.data.sources import read_source
 from megatron_rl.data.tables.rows import RowFault
 from megatron_rl.protocol.prompt import normalized
@@ -160,7 +160,7 @@ def _repetitions(prompts: Sequence[Prompt]) -> Iterator[Fault]:
         place = _name(prompt)
         other = first.setdefault(prompt.normalized_question, prompt)
         if other is not prompt:
-            same = other.answers == prompt.answers and other.entry == prompt.entry
+            same = answer_of(other) == answer_of(prompt)
             reason = REPEATED if same else OTHER_ANSWER
             if same and other.split != prompt.split:
                 reason = "in_both_splits"

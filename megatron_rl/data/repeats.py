@@ -10,6 +10,11 @@ OTHER_ANSWER = "repeated_with_other_answer"
 """One of the two answers is wrong."""
 
 
+def answer_of(prompt: Prompt) -> tuple[str, ...]:
+    """What a prompt's completions are compared with; white space makes no difference."""
+    return (*(" ".join(text.split()) for text in prompt.answers), prompt.entry)
+
+
 class Repeats:
     """The questions seen so far, with their answers, as digests."""
 
@@ -22,7 +27,7 @@ class Repeats:
         """REPEATED or OTHER_ANSWER; empty for a question that is new to its split."""
         # A question in both splits is told apart, because training must not see it.
         key = _digest(prompt.split, prompt.normalized_question)
-        answer = _digest(*(" ".join(text.split()) for text in prompt.answers), prompt.entry)
+        answer = _digest(*answer_of(prompt))
         known = self._answer_of.setdefault(key, answer)
         if known is answer:
             return ""

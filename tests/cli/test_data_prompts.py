@@ -76,6 +76,12 @@ def test_every_fault_is_named_with_its_line(tmp_path: Path) -> None:
     assert reasons == {"repeated", "repeated_with_other_answer"}
 
 
+def test_white_space_makes_no_other_answer(tmp_path: Path) -> None:
+    path = write(tmp_path / "w.jsonl", {"question": "a?", "answer": "1 +  2"},
+                 {"question": "a?", "answer": "1 + 2"})  # fmt: skip
+    assert faults(checked(path)[1]) == [("w.jsonl:2", "repeated")]
+
+
 def test_a_row_with_several_faults_counts_once(tmp_path: Path) -> None:
     question = "How many sheep are there on the two meadows?"
     twice = {"question": question, "answer": "\\frac{1"}
