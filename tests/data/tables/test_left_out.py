@@ -56,7 +56,7 @@ def test_a_question_with_another_answer_is_named_and_does_not_stop_a_run(tmp_pat
     assert f"1 repeated_with_other_answer (first {path}:row 2)" in reading.notes[0]
     assert "1 repeated (first" in reading.notes[0]
     found = check_prompts(Config(prompts=[PromptSource(path=path)]), with_lengths=False)
-    assert [fault.reason for fault in found.faults] == ["repeated_with_other_answer"] * 2
+    assert [fault.reason for fault in found.faults] == ["repeated_with_other_answer", "repeated"]
 
 
 def test_a_question_on_both_sides_is_held_out_and_named(tmp_path: Path) -> None:
