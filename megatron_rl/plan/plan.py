@@ -274,7 +274,7 @@ def _step(shape: ModelShape, config: Config, hardware: Hardware, mean_tokens: in
         raise InputError(f"model.fp8 needs FP8 tensor cores, which {hardware.gpu} does not have")
     sequences = config.train.prompts_per_batch * config.train.group_size
     flops = step_flops(shape, sequences=sequences, length=mean_tokens)
-    division, microbatches = setting.division, setting.microbatch.count
+    parallel, microbatches = config.parallel, setting.microbatch.count
     tokens = sequences * mean_tokens
     padding = find_padding(shape, config, hardware.gpu, tokens=tokens, microbatches=microbatches)
     computed = flops.plus(padding.flops)
@@ -291,8 +291,8 @@ def _step(shape: ModelShape, config: Config, hardware: Hardware, mean_tokens: in
         hardware_flops=hardware_flops(
             computed, recomputes_layers=setting.recompute == "full", again=again
         ),
-        seconds=step_seconds(computed, gpus=division.world_size, peak_flops=peak, mfu=hardware.mfu),
-        bubble_share=bubble_share(division.pipeline, division.virtual_stages, microbatches),
+        seconds=step_seconds(computed, gpus=parallel.world_size, peak_flops=peak, mfu=hardware.mfu),
+        bubble_share=bubble_share(parallel.pipeline, parallel.virtual_stages, microbatches),
         padding=padding,
     )
 

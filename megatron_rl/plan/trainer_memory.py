@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_rl.config.gpus import GIB
+from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.tree import Config, ModelConfig
 from megatron_rl.plan.activations import (
     Microbatch,
@@ -19,7 +20,12 @@ from megatron_rl.plan.activations import (
 from megatron_rl.plan.communicators import trainer_communicator_bytes
 from megatron_rl.plan.fp8 import COPY_BYTES, Fp8, fp8_of, quantized_elements
 from megatron_rl.plan.padding import overlap_buffer_bytes
-from megatron_rl.plan.parameters import Division, RankParameters, division_of, stage_parameters
+from megatron_rl.plan.parameters import (
+    RankParameters,
+    dense_shards,
+    expert_shards,
+    stage_parameters,
+)
 from megatron_rl.weights.layout.shape import ModelShape
 
 GRADIENT_BYTES = 4
@@ -47,7 +53,7 @@ class StateBytes:
 
 def state_bytes(
     parameters: RankParameters,
-    division: Division,
+    parallel: ParallelConfig,
     *,
     item_bytes: int,
     fp8_elements: int = 0,
@@ -59,8 +65,8 @@ def state_bytes(
     item_bytes: of a parameter. fp8_elements: parameters with codes in FP8; keeps_fp8_alone: in the
     place of the parameter. is_offloaded: masters and moments are in host memory.
     """
-    sharded = -(-parameters.dense // division.dense_shards)
-    sharded += -(-parameters.expert // division.expert_shards)
+    sharded = -(-parameters.dense // dense_shards(parallel))
+    sharded += -(-parameters.expert // expert_shards(parallel))
     on_device = 0 if is_offloaded else sharded
     plain = parameters.total - (fp8_elements if keeps_fp8_alone else 0)
     return StateBytes(
@@ -80,7 +86,7 @@ RESERVE_BYTES = 4 * GIB
 class TrainerSetting:
     """What the memory of a trainer rank depends on, beside the model."""
 
-    division: Division
+    parallel: ParallelConfig
     microbatch: Microbatch
     item_bytes: int
     """Of a parameter and of an activation."""
@@ -149,7 +155,7 @@ def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
     budget = max(train.microbatch_tokens, config.generator.context_tokens)
     passes = tokens / (train.minibatches * config.parallel.data * train.microbatch_tokens)
     return TrainerSetting(
-        division=division_of(config.parallel),
+        parallel=config.parallel,
         microbatch=Microbatch(budget, max(1, math.ceil(passes))),
         item_bytes=ITEM_BYTES[config.model.dtype],
         recompute=config.model.recompute,
@@ -185,18 +191,18 @@ def _fuses_units(model: ModelConfig) -> bool:
 
 def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankMemory:
     """Memory of a rank of pipeline stage `stage`; its tensor and data ranks are alike."""
-    division = setting.division
-    parameters = stage_parameters(shape, division, stage)
+    parallel = setting.parallel
+    parameters = stage_parameters(shape, parallel, stage)
     logits = 0
-    if stage == division.pipeline - 1:
-        rows = setting.microbatch.tokens // division.context
-        columns = shape.padded_vocab(division.tensor) // division.tensor
+    if stage == parallel.pipeline - 1:
+        rows = setting.microbatch.tokens // parallel.context
+        columns = shape.padded_vocab(parallel.tensor) // parallel.tensor
         logits = logits_bytes(rows, columns, setting.logprob_chunk_tokens)
         if setting.compares_vocabularies:
             logits += (rows + columns) * shape.hidden * setting.item_bytes
     activations = activation_bytes(
         shape,
-        division,
+        parallel,
         setting.microbatch,
         stage=stage,
         item_bytes=setting.item_bytes,
@@ -210,9 +216,9 @@ def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankM
         parameters=parameters.total,
         states=state_bytes(
             parameters,
-            division,
+            parallel,
             item_bytes=setting.item_bytes,
-            fp8_elements=quantized_elements(shape, division, stage, setting.fp8),
+            fp8_elements=quantized_elements(shape, parallel, stage, setting.fp8),
             keeps_fp8_alone=setting.dequantises,
             is_offloaded=setting.is_offloaded,
         ),
@@ -228,5 +234,5 @@ def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankM
 
 def fullest_rank(shape: ModelShape, setting: TrainerSetting) -> RankMemory:
     """Memory of the rank that needs most; of several, the one of the earliest stage."""
-    stages = range(setting.division.pipeline)
+    stages = range(setting.parallel.pipeline)
     return max((rank_memory(shape, setting, stage) for stage in stages), key=lambda m: m.total)
