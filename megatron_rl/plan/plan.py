@@ -35,12 +35,7 @@ from megatron_rl.plan.problems import (
     turn_advice,
     wanted_gpus,
 )
-from megatron_rl.plan.trainer_memory import (
-    ITEM_BYTES,
-    RankMemory,
-    fullest_rank,
-    setting_of,
-)
+from megatron_rl.plan.trainer_memory import ITEM_BYTES, RankMemory, fullest_rank, microbatch_of
 from megatron_rl.plan.weight_sync import WeightSyncCost, sync_cost
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
 
@@ -157,7 +152,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
     gpu = replace(gpu, memory_bytes=hardware.memory_bytes or gpu.memory_bytes)
     config, problem, note = _settled(config, shape, hardware.capability or gpu.capability)
     mean = mean_tokens or max(1, config.generator.context_tokens // 2)
-    trainer = fullest_rank(shape, setting_of(config, mean))
+    trainer = fullest_rank(shape, config, mean)
     item_bytes, generator = ITEM_BYTES[config.model.dtype], config.generator
     engine = engine_memory(
         shape,
@@ -268,19 +263,18 @@ def begins(config: Config, stage: int) -> str:
 
 
 def _step(shape: ModelShape, config: Config, hardware: Hardware, mean_tokens: int) -> Step:
-    gpu, setting = find_gpu(hardware.gpu), setting_of(config, mean_tokens)
-    peak = gpu.fp8_flops if config.model.fp8 != "none" else gpu.bf16_flops
+    gpu, model, parallel = find_gpu(hardware.gpu), config.model, config.parallel
+    peak = gpu.fp8_flops if model.fp8 != "none" else gpu.bf16_flops
     if peak is None:
         raise InputError(f"model.fp8 needs FP8 tensor cores, which {hardware.gpu} does not have")
     sequences = config.train.prompts_per_batch * config.train.group_size
     flops = step_flops(shape, sequences=sequences, length=mean_tokens)
-    parallel, microbatches = config.parallel, setting.microbatch.count
-    tokens = sequences * mean_tokens
+    microbatches, tokens = microbatch_of(config, mean_tokens).count, sequences * mean_tokens
     padding = find_padding(shape, config, hardware.gpu, tokens=tokens, microbatches=microbatches)
     computed = flops.plus(padding.flops)
     again = 0
-    if setting.recompute == "selective":
-        modules = setting.recompute_modules
+    if model.recompute == "selective":
+        modules = model.recompute_modules
         again = recomputed_flops(shape, modules, sequences=sequences, length=mean_tokens)
         again += recomputed_flops(shape, modules, sequences=padding.positions, length=1)
     return Step(
@@ -289,7 +283,7 @@ def _step(shape: ModelShape, config: Config, hardware: Hardware, mean_tokens: in
         microbatches=microbatches,
         flops=flops,
         hardware_flops=hardware_flops(
-            computed, recomputes_layers=setting.recompute == "full", again=again
+            computed, recomputes_layers=model.recompute == "full", again=again
         ),
         seconds=step_seconds(computed, gpus=parallel.world_size, peak_flops=peak, mfu=hardware.mfu),
         bubble_share=bubble_share(parallel.pipeline, parallel.virtual_stages, microbatches),
