@@ -65,10 +65,7 @@ def plan(options: PlanOptions, console: Console) -> int:
     rate = None if options.gb_per_s is None else options.gb_per_s * 1e9
     listed = None if options.gpu else listed_card()
     card = choose_card(options.gpu, options.gpu_memory, listed)
-    hardware = Hardware(
-        gpu=card.gpu, card=card.name, memory_bytes=card.memory_bytes,
-        capability=card.capability, gpus=options.gpus, mfu=options.mfu, bytes_per_s=rate,
-    )  # fmt: skip
+    hardware = Hardware(card, options.gpus, options.mfu, rate)
     config = load_sizes([options.config, *options.more], options.overrides)
     made = make_plan(config, hardware, options.mean_tokens)
     print_plan(made, console, as_json=options.json)

@@ -135,14 +135,7 @@ def forecast(config: Config) -> Forecast:
         bucket_bytes=config.weights.bucket_bytes,
         lane_ranks=max(map(len, roots)) + config.generator.replicas,
         rank_lanes=max(sum(rank in each for each in roots) for rank in sent),
-        cost=sync_cost(
-            shape,
-            config.generator,
-            config.weights,
-            trainer_ranks=config.parallel.world_size,
-            item_bytes=itemsize,
-            fixed_s=Hardware.fixed_s,
-        ),
+        cost=sync_cost(shape, config, fixed_s=Hardware.fixed_s),
         communicators=find_communicators(config, roots),
     )
 

@@ -30,6 +30,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.gpus import GPUS
 from megatron_rl.config.tree import Config
 from megatron_rl.observe.missing_records import warn_of_missing
+from megatron_rl.plan.card import Card
 from megatron_rl.plan.plan import Hardware, make_plan
 from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.simulation.advice import best_of, reasons
@@ -220,7 +221,7 @@ def _fits(variant: Variant, calibration: Calibration | None, *, alone: bool) -> 
     """
     if calibration is not None:
         return True
-    problems = make_plan(variant.config, Hardware(variant.assumed.gpu)).problems
+    problems = make_plan(variant.config, Hardware(Card(variant.assumed.gpu))).problems
     if problems and alone:
         raise InputError(f"the configuration does not work: {'; '.join(problems)}")
     if problems:

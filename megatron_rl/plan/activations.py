@@ -9,8 +9,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.plan.fp8 import Fp8, layer_groups, spared_elements
-from megatron_rl.plan.parameters import Division
+from megatron_rl.plan.parameters import sequence_shards
 from megatron_rl.weights.layout.shape import ModelShape
 
 Recompute = Literal["none", "selective", "full"]
@@ -45,25 +46,24 @@ class Activations(NamedTuple):
     has freed its logits by then."""
 
 
-def layer_elements(shape: ModelShape, division: Division, *, is_fused: bool = False) -> float:
+def layer_elements(shape: ModelShape, parallel: ParallelConfig, *, is_fused: bool = False) -> float:
     """Elements for each token that one layer keeps for its backward pass on one rank.
 
     is_fused: layers are TransformerEngine's, and gated MLPs one kernel. Experts are taken to be
     equally loaded.
     """
     # The input of each norm, and its output, which the next product multiplies.
-    norms = 4 * shape.hidden / division.sequence_shards
+    norms = 4 * shape.hidden / sequence_shards(parallel)
     if shape.kv_rank:
         # The latents, and those after their norms.
-        norms += (
-            2 * shape.q_rank + 2 * shape.kv_rank + shape.rotary_dim
-        ) / division.sequence_shards
-    attention = _attention_elements(shape, has_context_ranks=is_fused and division.context > 1)
+        latents = 2 * shape.q_rank + 2 * shape.kv_rank + shape.rotary_dim
+        norms += latents / sequence_shards(parallel)
+    attention = _attention_elements(shape, has_context_ranks=is_fused and parallel.context > 1)
     if shape.experts:
-        experts = _expert_elements(shape, division, is_fused=is_fused)
-        return norms + attention / division.tensor + experts
+        experts = _expert_elements(shape, parallel, is_fused=is_fused)
+        return norms + attention / parallel.tensor + experts
     elements = _FUSED_ELEMENTS if is_fused else _UNIT_ELEMENTS
-    return norms + (attention + elements * shape.ffn) / division.tensor
+    return norms + (attention + elements * shape.ffn) / parallel.tensor
 
 
 def _attention_elements(shape: ModelShape, *, has_context_ranks: bool) -> int:
@@ -89,12 +89,12 @@ def _attention_elements(shape: ModelShape, *, has_context_ranks: bool) -> int:
     return attention + queries if shape.has_qk_norm else attention
 
 
-def _expert_elements(shape: ModelShape, division: Division, *, is_fused: bool) -> float:
+def _expert_elements(shape: ModelShape, parallel: ParallelConfig, *, is_fused: bool) -> float:
     """As `layer_elements` for the experts of a layer; a float32 router score counts as two."""
-    units = _routed_elements(shape, is_fused=is_fused) * shape.moe_ffn / division.expert_tensor
+    units = _routed_elements(shape, is_fused=is_fused) * shape.moe_ffn / parallel.expert_tensor
     routed = shape.experts_per_token * (shape.hidden + units)
-    shared = (_FUSED_ELEMENTS if is_fused else _UNIT_ELEMENTS) * shape.shared_ffn / division.tensor
-    return (routed + 2 * shape.experts) / division.sequence_shards + shared
+    shared = (_FUSED_ELEMENTS if is_fused else _UNIT_ELEMENTS) * shape.shared_ffn / parallel.tensor
+    return (routed + 2 * shape.experts) / sequence_shards(parallel) + shared
 
 
 def _routed_elements(shape: ModelShape, *, is_fused: bool) -> int:
@@ -109,7 +109,7 @@ def _routed_elements(shape: ModelShape, *, is_fused: bool) -> int:
 
 
 def recomputed_elements(
-    shape: ModelShape, division: Division, modules: Collection[str], *, is_fused: bool = False
+    shape: ModelShape, parallel: ParallelConfig, modules: Collection[str], *, is_fused: bool = False
 ) -> float:
     """Elements for each token of a layer that recomputation of `modules` saves.
 
@@ -119,40 +119,40 @@ def recomputed_elements(
     spared = 0.0
     if shape.experts:
         if "moe" in modules:
-            spared += _expert_elements(shape, division, is_fused=is_fused)
+            spared += _expert_elements(shape, parallel, is_fused=is_fused)
         elif "moe_act" in modules:
             # Gate and up stay: the other tensors are recomputed from them.
             between = _routed_elements(shape, is_fused=is_fused) - 2
-            between *= shape.moe_ffn / division.expert_tensor
-            spared += shape.experts_per_token * between / division.sequence_shards
+            between *= shape.moe_ffn / parallel.expert_tensor
+            spared += shape.experts_per_token * between / sequence_shards(parallel)
         if "layernorm" in modules:
-            spared += shape.hidden / division.sequence_shards
+            spared += shape.hidden / sequence_shards(parallel)
     elif "mlp" in modules:
         elements = _FUSED_ELEMENTS if is_fused else _UNIT_ELEMENTS
-        spared += elements * shape.ffn / division.tensor
+        spared += elements * shape.ffn / parallel.tensor
         if is_fused:
             # Its norm belongs to its first product.
-            spared += shape.hidden / division.sequence_shards
+            spared += shape.hidden / sequence_shards(parallel)
     return spared
 
 
-def stored_microbatches(division: Division, stage: int, count: int) -> float:
+def stored_microbatches(parallel: ParallelConfig, stage: int, count: int) -> float:
     """Microbatches whose activations of all layers of a stage are held at once.
 
     1F1B: at most stages - stage (arXiv 2104.04473, section 2.2.1). Interleaved stages: Megatron
     starts 2 (stages - stage - 1) + (v - 1) stages chunks ahead, which on stage 0 is L (1 + (p - 1)
     / (p v)) layers (arXiv 2205.05198, section 4.2.3).
     """
-    behind = division.pipeline - stage - 1
-    if division.virtual_stages == 1:
+    behind = parallel.pipeline - stage - 1
+    if parallel.virtual_stages == 1:
         return min(behind + 1, count)
-    chunks = 2 * behind + (division.virtual_stages - 1) * division.pipeline + 1
-    return min(chunks / division.virtual_stages, count)
+    chunks = 2 * behind + (parallel.virtual_stages - 1) * parallel.pipeline + 1
+    return min(chunks / parallel.virtual_stages, count)
 
 
 def activation_bytes(
     shape: ModelShape,
-    division: Division,
+    parallel: ParallelConfig,
     microbatch: Microbatch,
     *,
     stage: int,
@@ -167,29 +167,29 @@ def activation_bytes(
     recompute "full" keeps the input of each layer and recomputes one layer at a time; "selective"
     does so with the modules alone.
     """
-    tokens = microbatch.tokens / division.context
-    groups = list(layer_groups(shape, division, stage, fp8))
+    tokens = microbatch.tokens / parallel.context
+    groups = list(layer_groups(shape, parallel, stage, fp8))
     costs = [
-        _layer_cost(kind, division, recompute, modules, is_fused=is_fused, fp8=own)
+        _layer_cost(kind, parallel, recompute, modules, is_fused=is_fused, fp8=own)
         for kind, _, own in groups
     ]
-    held = stored_microbatches(division, stage, microbatch.count)
+    held = stored_microbatches(parallel, stage, microbatch.count)
     elements = held * sum(n * kept for (_, n, _), (kept, _) in zip(groups, costs, strict=True))
     if stage == 0:
-        elements += held * shape.hidden / division.sequence_shards
-    if stage == division.pipeline - 1:
-        elements += 2 * shape.hidden / division.sequence_shards
-    if is_fused and division.pipeline > 1:
+        elements += held * shape.hidden / sequence_shards(parallel)
+    if stage == parallel.pipeline - 1:
+        elements += 2 * shape.hidden / sequence_shards(parallel)
+    if is_fused and parallel.pipeline > 1:
         # What stages exchange: an output and an early input, and their gradients; half at the ends.
-        ends = (stage == 0) + (stage == division.pipeline - 1)
-        elements += (4 - 2 * ends) * shape.hidden / division.sequence_shards
+        ends = (stage == 0) + (stage == parallel.pipeline - 1)
+        elements += (4 - 2 * ends) * shape.hidden / sequence_shards(parallel)
     # One layer at a time is recomputed, and has gradients: the largest is the peak.
     backward = max(
         again
         + (
-            _fused_gradient_elements(kind, division, own)
+            _fused_gradient_elements(kind, parallel, own)
             if is_fused
-            else _gradient_elements(kind, division)
+            else _gradient_elements(kind, parallel)
         )
         for (kind, _, own), (_, again) in zip(groups, costs, strict=True)
     )
@@ -199,7 +199,7 @@ def activation_bytes(
 
 def _layer_cost(
     shape: ModelShape,
-    division: Division,
+    parallel: ParallelConfig,
     recompute: Recompute,
     modules: Collection[str],
     *,
@@ -207,45 +207,45 @@ def _layer_cost(
     fp8: Fp8 | None,
 ) -> tuple[float, float]:
     """Elements for each token of a layer that are kept, and that its recomputation holds."""
-    whole = layer_elements(shape, division, is_fused=is_fused)
+    whole = layer_elements(shape, parallel, is_fused=is_fused)
     kept, again = whole, 0.0
     match recompute:
         case "full":
-            kept, again = shape.hidden / division.sequence_shards, whole
+            kept, again = shape.hidden / sequence_shards(parallel), whole
         case "selective":
-            again = recomputed_elements(shape, division, modules, is_fused=is_fused)
+            again = recomputed_elements(shape, parallel, modules, is_fused=is_fused)
             kept = whole - again
     if fp8:
-        spared = spared_elements(shape, division, fp8, recompute, modules)
+        spared = spared_elements(shape, parallel, fp8, recompute, modules)
         return kept - spared[0], again - spared[1]
     return kept, again
 
 
-def _gradient_elements(shape: ModelShape, division: Division) -> float:
+def _gradient_elements(shape: ModelShape, parallel: ParallelConfig) -> float:
     """Elements for each token of the gradients alive at once in the backward of one layer."""
-    units = shape.ffn / division.tensor
+    units = shape.ffn / parallel.tensor
     if shape.experts:
-        units = shape.experts_per_token * shape.moe_ffn / division.sequence_shards
-        units = max(units, shape.shared_ffn / division.tensor)
+        units = shape.experts_per_token * shape.moe_ffn / sequence_shards(parallel)
+        units = max(units, shape.shared_ffn / parallel.tensor)
     # Of the gated product, of gate and up; of a layer's input, and tokens gathered for a product.
     return 3 * units + 2 * shape.hidden
 
 
-def _fused_gradient_elements(shape: ModelShape, division: Division, fp8: Fp8 | None) -> float:
+def _fused_gradient_elements(shape: ModelShape, parallel: ParallelConfig, fp8: Fp8 | None) -> float:
     """The same for TransformerEngine's layers, where what a product has used is freed.
 
     As `megatron-rl rehearse` finds them.
     """
-    own = shape.hidden / division.sequence_shards
+    own = shape.hidden / sequence_shards(parallel)
     if shape.experts:
         # Rows on their way to experts and back: permuted, exchanged, sorted; and their gradients,
         # in FP8 with codes of two kinds.
         return (9 if fp8 else 8) * shape.experts_per_token * own + shape.hidden
-    units = shape.ffn / division.tensor
+    units = shape.ffn / parallel.tensor
     if fp8:
         # The same in FP8, where gradients have codes of two kinds, and gathered inputs too.
         gathered = (2 if fp8.recipe == "blockwise" else 1) * fp8.code * shape.hidden
-        gathered *= division.sequence_shards > 1
+        gathered *= sequence_shards(parallel) > 1
         return max(
             shape.hidden + 1.5 * own + units,
             2.5 * units + own,

@@ -12,7 +12,7 @@ from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.plan.communicators import engine_communicator_bytes
 from megatron_rl.plan.generator import cache_tokens, engine_memory
-from megatron_rl.plan.trainer_memory import ITEM_BYTES, fullest_rank, setting_of
+from megatron_rl.plan.trainer_memory import ITEM_BYTES, fullest_rank
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel
 
 _FACTORS = (1, 2, 4, 8)
@@ -53,7 +53,7 @@ def nearest_fit(
             check_parallel(shape, changed.parallel)
         except InputError:
             continue
-        if fullest_rank(shape, setting_of(changed, mean_tokens)).total <= gpu_bytes:
+        if fullest_rank(shape, changed, mean_tokens).total <= gpu_bytes:
             return _differences(config, changed)
     return None
 

@@ -8,8 +8,14 @@ Megatron-Core 0.16.1 uses it, on GPUs whose products need transposed codes, such
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.trainer import ModelConfig
-from megatron_rl.plan.parameters import Division, attention_parameters, latent_parameters
+from megatron_rl.plan.parameters import (
+    attention_parameters,
+    latent_parameters,
+    sequence_shards,
+    stage_kinds,
+)
 from megatron_rl.weights.layout.shape import ModelShape
 
 COPY_BYTES = 2
@@ -44,35 +50,37 @@ def fp8_of(model: ModelConfig, item_bytes: int) -> Fp8 | None:
 
 
 def layer_groups(
-    shape: ModelShape, division: Division, stage: int, fp8: Fp8 | None
+    shape: ModelShape, parallel: ParallelConfig, stage: int, fp8: Fp8 | None
 ) -> Iterator[tuple[ModelShape, int, Fp8 | None]]:
     """(kind, layers, FP8 of their products) of the layers of a stage."""
     edge = fp8.edge_layers if fp8 else shape.layers
     inner = range(edge, shape.layers - edge)
-    for kind, count in division.stage_kinds(shape, stage):
-        within = sum(n for each, n in division.stage_kinds(shape, stage, inner) if each == kind)
+    for kind, count in stage_kinds(shape, parallel, stage):
+        within = sum(n for each, n in stage_kinds(shape, parallel, stage, inner) if each == kind)
         if within:
             yield kind, within, fp8
         if within < count:
             yield kind, count - within, None
 
 
-def quantized_elements(shape: ModelShape, division: Division, stage: int, fp8: Fp8 | None) -> int:
+def quantized_elements(
+    shape: ModelShape, parallel: ParallelConfig, stage: int, fp8: Fp8 | None
+) -> int:
     """Parameters of a rank that have copies in FP8: weights of products within layers."""
     total = 0
-    for kind, count, own in layer_groups(shape, division, stage, fp8):
+    for kind, count, own in layer_groups(shape, parallel, stage, fp8):
         if own is None:
             continue
         latent = latent_parameters(kind)
         divided = attention_parameters(kind) - latent
         divided += 3 * kind.hidden * (kind.shared_ffn if kind.experts else kind.ffn)
-        experts = kind.experts // division.expert * 3 * kind.hidden * kind.moe_ffn
-        total += count * (latent + divided // division.tensor + experts // division.expert_tensor)
+        experts = kind.experts // parallel.expert * 3 * kind.hidden * kind.moe_ffn
+        total += count * (latent + divided // parallel.tensor + experts // parallel.expert_tensor)
     return total
 
 
 def spared_elements(
-    shape: ModelShape, division: Division, fp8: Fp8, recompute: str, modules: Collection[str]
+    shape: ModelShape, parallel: ParallelConfig, fp8: Fp8, recompute: str, modules: Collection[str]
 ) -> tuple[float, float]:
     """Elements for each token of a layer that codes spare: of what stays, of what is recomputed.
 
@@ -81,22 +89,22 @@ def spared_elements(
     delayed scaling Megatron cannot leave out those codes.
     """
     share = 1 - fp8.code
-    own = shape.hidden / division.sequence_shards
+    own = shape.hidden / sequence_shards(parallel)
     attention = share * own
     if shape.kv_rank:
         # Two products have codes of the same input, as large as the input.
-        attention = share * (shape.q_rank + shape.kv_rank) / division.sequence_shards
+        attention = share * (shape.q_rank + shape.kv_rank) / sequence_shards(parallel)
     unit = 0.0
     if shape.experts:
         unit = share * shape.experts_per_token * shape.moe_ffn
-        unit /= division.expert_tensor * division.sequence_shards
+        unit /= parallel.expert_tensor * sequence_shards(parallel)
         inputs = share * shape.experts_per_token * own
-        feed_forward = inputs + unit + share * shape.shared_ffn / division.tensor
+        feed_forward = inputs + unit + share * shape.shared_ffn / parallel.tensor
     else:
-        feed_forward = share * (own + shape.ffn / division.tensor)
+        feed_forward = share * (own + shape.ffn / parallel.tensor)
     if fp8.recipe == "delayed":
         values = shape.value_dim if shape.kv_rank else shape.head_dim
-        attention -= fp8.code * shape.heads * values / division.tensor
+        attention -= fp8.code * shape.heads * values / parallel.tensor
         feed_forward -= fp8.code * own * bool(shape.shared_ffn)
     if recompute == "full":
         return 0.0, attention + feed_forward

@@ -1,81 +1,38 @@
-"""Division of the model among trainer ranks, and parameters of each rank. Pure."""
+"""Parameters of each trainer rank, and among how many ranks what is divided. Pure."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_rl.config.parallel import ParallelConfig
-from megatron_rl.weights.layout.place import Place
+from megatron_rl.weights.layout.place import like_of
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Share
 
 
-@dataclass(frozen=True)
-class Division:
-    """Ranks along each dimension, and the sharding."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    ends: tuple[int, int] = (0, 0)
-    """Layers of the first and the last stage; 0: as in the stages between them."""
-    virtual_stages: int = 1
-    """Chunks of layers on each pipeline rank."""
-    data: int = 1
-    context: int = 1
-    """Ranks that share the tokens of a sequence."""
-    expert: int = 1
-    expert_tensor: int = 1
-    """Ranks that share one expert."""
-    is_sequence_parallel: bool = False
-    is_optimizer_sharded: bool = False
-    """Megatron's distributed optimizer."""
-
-    def stage_kinds(
-        self, shape: ModelShape, stage: int, within: Collection[int] | None = None
-    ) -> list[tuple[ModelShape, int]]:
-        """`ModelShape.kinds` of a pipeline stage: of all its layers, or of those in `within`."""
-        place = Place(
-            pipeline=Share(stage, self.pipeline), chunks=self.virtual_stages, ends=self.ends
-        )
-        layers = place.layers(shape.layers)
-        return shape.kinds([n for n in layers if within is None or n in within])
-
-    @property
-    def world_size(self) -> int:
-        """Trainer ranks."""
-        return self.tensor * self.pipeline * self.data * self.context
-
-    @property
-    def dense_shards(self) -> int:
-        """Ranks over which the optimizer state of parameters outside experts is divided."""
-        return self.data * self.context if self.is_optimizer_sharded else 1
-
-    @property
-    def expert_shards(self) -> int:
-        """As `dense_shards` for experts: ranks of a stage that hold the same experts."""
-        if not self.is_optimizer_sharded:
-            return 1
-        return self.tensor * self.data * self.context // (self.expert * self.expert_tensor)
-
-    @property
-    def sequence_shards(self) -> int:
-        """Tensor ranks over which tokens are divided outside attention and MLP."""
-        return self.tensor if self.is_sequence_parallel else 1
+def stage_kinds(
+    shape: ModelShape, parallel: ParallelConfig, stage: int, within: Collection[int] | None = None
+) -> list[tuple[ModelShape, int]]:
+    """`ModelShape.kinds` of a pipeline stage: of all its layers, or of those in `within`."""
+    place = replace(like_of(parallel), pipeline=Share(stage, parallel.pipeline))
+    layers = place.layers(shape.layers)
+    return shape.kinds([n for n in layers if within is None or n in within])
 
 
-def division_of(parallel: ParallelConfig) -> Division:
-    """The division of a configuration."""
-    return Division(
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        ends=(parallel.first_stage_layers, parallel.last_stage_layers),
-        virtual_stages=parallel.virtual_stages,
-        data=parallel.data,
-        context=parallel.context,
-        expert=parallel.expert,
-        expert_tensor=parallel.expert_tensor,
-        is_sequence_parallel=parallel.divides_positions,
-        is_optimizer_sharded=parallel.distributed_optimizer,
-    )
+def dense_shards(parallel: ParallelConfig) -> int:
+    """Ranks over which the optimizer state of parameters outside experts is divided."""
+    return parallel.data * parallel.context if parallel.distributed_optimizer else 1
+
+
+def expert_shards(parallel: ParallelConfig) -> int:
+    """As `dense_shards` for experts: ranks of a stage that hold the same experts."""
+    sharing = parallel.tensor * parallel.data * parallel.context
+    sharing //= parallel.expert * parallel.expert_tensor
+    return sharing if parallel.distributed_optimizer else 1
+
+
+def sequence_shards(parallel: ParallelConfig) -> int:
+    """Tensor ranks over which tokens are divided outside attention and MLP."""
+    return parallel.tensor if parallel.divides_positions else 1
 
 
 @dataclass(frozen=True)
@@ -93,20 +50,20 @@ class RankParameters:
         return self.dense + self.expert
 
 
-def stage_parameters(shape: ModelShape, division: Division, stage: int) -> RankParameters:
+def stage_parameters(shape: ModelShape, parallel: ParallelConfig, stage: int) -> RankParameters:
     """Parameters of each rank of pipeline stage `stage`.
 
     A tied output matrix on the last of several stages is a copy of the embedding.
     """
-    kinds = division.stage_kinds(shape, stage)
-    vocabulary = shape.padded_vocab(division.tensor) // division.tensor * shape.hidden
-    is_first, is_last = stage == 0, stage == division.pipeline - 1
-    dense = sum(count * _dense_layer(kind, division.tensor) for kind, count in kinds)
+    kinds = stage_kinds(shape, parallel, stage)
+    vocabulary = shape.padded_vocab(parallel.tensor) // parallel.tensor * shape.hidden
+    is_first, is_last = stage == 0, stage == parallel.pipeline - 1
+    dense = sum(count * _dense_layer(kind, parallel.tensor) for kind, count in kinds)
     dense += is_first * vocabulary
     if is_last:
         dense += shape.hidden
         dense += 0 if shape.is_tied and is_first else vocabulary
-    experts = shape.experts // division.expert * expert_parameters(shape) // division.expert_tensor
+    experts = shape.experts // parallel.expert * expert_parameters(shape) // parallel.expert_tensor
     return RankParameters(dense, sum(count for kind, count in kinds if kind.experts) * experts)
 
 
@@ -157,7 +114,7 @@ def expert_parameters(shape: ModelShape) -> int:
 def model_parameters(shape: ModelShape) -> int:
     """Elements of the whole model, without vocabulary padding."""
     padding = (shape.padded_vocab(1) - shape.vocab) * shape.hidden * (1 if shape.is_tied else 2)
-    return stage_parameters(shape, Division(), 0).total - padding
+    return stage_parameters(shape, ParallelConfig(), 0).total - padding
 
 
 def active_parameters(shape: ModelShape) -> int:

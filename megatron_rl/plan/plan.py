@@ -6,10 +6,11 @@ Used by `megatron-rl plan`. Pure, except that it reads the model's config.json.
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.gpus import HOST_GPUS, find_gpu
+from megatron_rl.config.gpus import DEFAULT, HOST_GPUS, find_gpu
 from megatron_rl.config.layer_choice import Device, installed_flash_attention, settle_layers
 from megatron_rl.config.staging import longest_stage, name_of, resolve_stages
 from megatron_rl.config.tree import Config
+from megatron_rl.plan.card import Card
 from megatron_rl.plan.communicators import engine_communicator_bytes
 from megatron_rl.plan.flops import (
     StepFlops,
@@ -35,12 +36,7 @@ from megatron_rl.plan.problems import (
     turn_advice,
     wanted_gpus,
 )
-from megatron_rl.plan.trainer_memory import (
-    ITEM_BYTES,
-    RankMemory,
-    fullest_rank,
-    setting_of,
-)
+from megatron_rl.plan.trainer_memory import ITEM_BYTES, RankMemory, fullest_rank, microbatch_of
 from megatron_rl.plan.weight_sync import WeightSyncCost, sync_cost
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
 
@@ -52,14 +48,7 @@ MAX_BUBBLE = 0.25
 class Hardware:
     """Assumptions of a plan about the machines."""
 
-    gpu: str = "h100-80g"
-    """A name in gpus.GPUS."""
-    card: str = ""
-    """Name of an unknown card; `gpu` is the one whose speeds are assumed."""
-    memory_bytes: int | None = None
-    """Memory of the card; None: that of `gpu`."""
-    capability: tuple[int, int] | None = None
-    """CUDA compute capability of the card; None: that of `gpu`."""
+    card: Card = Card(DEFAULT)
     gpus: int | None = None
     """GPUs of the run; None: as many as the configuration uses."""
     mfu: float = 0.35
@@ -153,11 +142,12 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
     """
     shape = read_shape(config.model.path)
     check_parallel(shape, config.parallel)
-    gpu = find_gpu(hardware.gpu)
-    gpu = replace(gpu, memory_bytes=hardware.memory_bytes or gpu.memory_bytes)
-    config, problem, note = _settled(config, shape, hardware.capability or gpu.capability)
+    card = hardware.card
+    gpu = find_gpu(card.gpu)
+    gpu = replace(gpu, memory_bytes=card.memory_bytes or gpu.memory_bytes)
+    config, problem, note = _settled(config, shape, card.capability or gpu.capability)
     mean = mean_tokens or max(1, config.generator.context_tokens // 2)
-    trainer = fullest_rank(shape, setting_of(config, mean))
+    trainer = fullest_rank(shape, config, mean)
     item_bytes, generator = ITEM_BYTES[config.model.dtype], config.generator
     engine = engine_memory(
         shape,
@@ -169,7 +159,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
     kv_tokens = cache_tokens(generator, engine)
     # Half of the context is no more than a guess at the mean.
     trusted = None if mean_tokens is None else kv_tokens
-    sync = _sync(shape, config, hardware)
+    sync = sync_cost(shape, config, bytes_per_s=hardware.bytes_per_s, fixed_s=hardware.fixed_s)
     step = _step(shape, config, hardware, mean)
     shared = shared_memory(config, trainer, engine)
     stages = _stages(config, hardware, mean_tokens) if config.stages else ()
@@ -179,7 +169,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
         trainer_gpus=config.parallel.world_size,
         generator_gpus=0 if generator.colocate else generator_gpus(config),
         scorer_gpus=scorer_gpus(config),
-        gpu=hardware.card or hardware.gpu,
+        gpu=card.name or card.gpu,
         gpu_bytes=gpu.memory_bytes,
         mfu=hardware.mfu,
         trainer=trainer,
@@ -198,7 +188,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
             *count_problems(config, hardware.gpus),
             *(f"{stage.name}: {text}" for stage in stages for text in stage.plan.problems),
         ),
-        is_known_gpu=not hardware.card,
+        is_known_gpu=not card.name,
         advice=(*note, *_advice(config, hardware.gpus, step, sync, kv_tokens=trusted)),
         stages=stages,
     )
@@ -218,18 +208,6 @@ def _settled(
     except InputError as error:
         return config, [str(error)], []
     return config.model_copy(update={"model": model}), [], [note] if note else []
-
-
-def _sync(shape: ModelShape, config: Config, hardware: Hardware) -> WeightSyncCost:
-    return sync_cost(
-        shape,
-        config.generator,
-        config.weights,
-        trainer_ranks=config.parallel.world_size,
-        item_bytes=ITEM_BYTES[config.model.dtype],
-        bytes_per_s=hardware.bytes_per_s,
-        fixed_s=hardware.fixed_s,
-    )
 
 
 def _stages(
@@ -268,19 +246,19 @@ def begins(config: Config, stage: int) -> str:
 
 
 def _step(shape: ModelShape, config: Config, hardware: Hardware, mean_tokens: int) -> Step:
-    gpu, setting = find_gpu(hardware.gpu), setting_of(config, mean_tokens)
-    peak = gpu.fp8_flops if config.model.fp8 != "none" else gpu.bf16_flops
+    name, model, parallel = hardware.card.gpu, config.model, config.parallel
+    gpu = find_gpu(name)
+    peak = gpu.fp8_flops if model.fp8 != "none" else gpu.bf16_flops
     if peak is None:
-        raise InputError(f"model.fp8 needs FP8 tensor cores, which {hardware.gpu} does not have")
+        raise InputError(f"model.fp8 needs FP8 tensor cores, which {name} does not have")
     sequences = config.train.prompts_per_batch * config.train.group_size
     flops = step_flops(shape, sequences=sequences, length=mean_tokens)
-    division, microbatches = setting.division, setting.microbatch.count
-    tokens = sequences * mean_tokens
-    padding = find_padding(shape, config, hardware.gpu, tokens=tokens, microbatches=microbatches)
+    microbatches, tokens = microbatch_of(config, mean_tokens).count, sequences * mean_tokens
+    padding = find_padding(shape, config, name, tokens=tokens, microbatches=microbatches)
     computed = flops.plus(padding.flops)
     again = 0
-    if setting.recompute == "selective":
-        modules = setting.recompute_modules
+    if model.recompute == "selective":
+        modules = model.recompute_modules
         again = recomputed_flops(shape, modules, sequences=sequences, length=mean_tokens)
         again += recomputed_flops(shape, modules, sequences=padding.positions, length=1)
     return Step(
@@ -289,10 +267,10 @@ def _step(shape: ModelShape, config: Config, hardware: Hardware, mean_tokens: in
         microbatches=microbatches,
         flops=flops,
         hardware_flops=hardware_flops(
-            computed, recomputes_layers=setting.recompute == "full", again=again
+            computed, recomputes_layers=model.recompute == "full", again=again
         ),
-        seconds=step_seconds(computed, gpus=division.world_size, peak_flops=peak, mfu=hardware.mfu),
-        bubble_share=bubble_share(division.pipeline, division.virtual_stages, microbatches),
+        seconds=step_seconds(computed, gpus=parallel.world_size, peak_flops=peak, mfu=hardware.mfu),
+        bubble_share=bubble_share(parallel.pipeline, parallel.virtual_stages, microbatches),
         padding=padding,
     )
 

@@ -9,17 +9,18 @@ import math
 from dataclasses import dataclass
 
 from megatron_rl.config.gpus import GIB
+from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.tree import Config, ModelConfig
-from megatron_rl.plan.activations import (
-    Microbatch,
-    Recompute,
-    activation_bytes,
-    logits_bytes,
-)
+from megatron_rl.plan.activations import Microbatch, activation_bytes, logits_bytes
 from megatron_rl.plan.communicators import trainer_communicator_bytes
-from megatron_rl.plan.fp8 import COPY_BYTES, Fp8, fp8_of, quantized_elements
+from megatron_rl.plan.fp8 import COPY_BYTES, fp8_of, quantized_elements
 from megatron_rl.plan.padding import overlap_buffer_bytes
-from megatron_rl.plan.parameters import Division, RankParameters, division_of, stage_parameters
+from megatron_rl.plan.parameters import (
+    RankParameters,
+    dense_shards,
+    expert_shards,
+    stage_parameters,
+)
 from megatron_rl.weights.layout.shape import ModelShape
 
 GRADIENT_BYTES = 4
@@ -47,7 +48,7 @@ class StateBytes:
 
 def state_bytes(
     parameters: RankParameters,
-    division: Division,
+    parallel: ParallelConfig,
     *,
     item_bytes: int,
     fp8_elements: int = 0,
@@ -59,8 +60,8 @@ def state_bytes(
     item_bytes: of a parameter. fp8_elements: parameters with codes in FP8; keeps_fp8_alone: in the
     place of the parameter. is_offloaded: masters and moments are in host memory.
     """
-    sharded = -(-parameters.dense // division.dense_shards)
-    sharded += -(-parameters.expert // division.expert_shards)
+    sharded = -(-parameters.dense // dense_shards(parallel))
+    sharded += -(-parameters.expert // expert_shards(parallel))
     on_device = 0 if is_offloaded else sharded
     plain = parameters.total - (fp8_elements if keeps_fp8_alone else 0)
     return StateBytes(
@@ -74,34 +75,6 @@ def state_bytes(
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 RESERVE_BYTES = 4 * GIB
 """An allowance: CUDA context, buffers of cuBLAS and of training's NCCL groups, fragmentation."""
-
-
-@dataclass(frozen=True)
-class TrainerSetting:
-    """What the memory of a trainer rank depends on, beside the model."""
-
-    division: Division
-    microbatch: Microbatch
-    item_bytes: int
-    """Of a parameter and of an activation."""
-    recompute: Recompute = "none"
-    recompute_modules: tuple[str, ...] = ("core_attn",)
-    sync_buffer_bytes: int = 0
-    communicator_bytes: int = 0
-    """Of a weight sync, if the rank sends to every rank of an engine."""
-    dequantises: bool = False
-    """A weight sync holds parameters in the compute dtype beside those in FP8; taken to be all."""
-    logprob_chunk_tokens: int | None = None
-    """Rows of logits that exist at once; None: those of a whole microbatch."""
-    compares_vocabularies: bool = False
-    """The reference's output layer and what goes into it lie beside the policy's."""
-    fp8: Fp8 | None = None
-    is_offloaded: bool = False
-    """Optimizer state is in host memory."""
-    has_fused_units: bool = False
-    """Gated MLPs are one kernel (`expert.model.fusions`)."""
-    overlap_bytes_per_hidden: int = 0
-    """Of the buffers of expert.parallel.overlap_tensor, for each element of a hidden state."""
 
 
 @dataclass(frozen=True)
@@ -141,29 +114,14 @@ class RankMemory:
         return self.activations + max(self.backward, self.logits)
 
 
-def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
-    """The setting of a configuration whose sequences have mean_tokens on average."""
+def microbatch_of(config: Config, mean_tokens: int) -> Microbatch:
+    """The microbatches of a configuration whose sequences have mean_tokens on average."""
     train = config.train
     tokens = train.prompts_per_batch * train.group_size * mean_tokens
     # A sequence over the budget is a microbatch of its own (protocol/packing.py).
     budget = max(train.microbatch_tokens, config.generator.context_tokens)
     passes = tokens / (train.minibatches * config.parallel.data * train.microbatch_tokens)
-    return TrainerSetting(
-        division=division_of(config.parallel),
-        microbatch=Microbatch(budget, max(1, math.ceil(passes))),
-        item_bytes=ITEM_BYTES[config.model.dtype],
-        recompute=config.model.recompute,
-        recompute_modules=config.model.recompute_modules,
-        sync_buffer_bytes=_sync_buffer_bytes(config),
-        communicator_bytes=trainer_communicator_bytes(config, config.generator.tensor_parallel),
-        dequantises=config.model.fp8_parameters,
-        logprob_chunk_tokens=config.train.logprob_chunk_tokens,
-        compares_vocabularies=config.algorithm.kl.is_exact,
-        fp8=fp8_of(config.model, ITEM_BYTES[config.model.dtype]),
-        is_offloaded=config.optimizer.offload,
-        has_fused_units=_fuses_units(config.model),
-        overlap_bytes_per_hidden=overlap_buffer_bytes(config.model, config.parallel, budget),
-    )
+    return Microbatch(budget, max(1, math.ceil(passes)))
 
 
 def _sync_buffer_bytes(config: Config) -> int:
@@ -183,50 +141,56 @@ def _fuses_units(model: ModelConfig) -> bool:
     return model.layers != "local" and (model.fusions == "auto" or "swiglu" in model.fusions)
 
 
-def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankMemory:
+def rank_memory(
+    shape: ModelShape, config: Config, microbatch: Microbatch, stage: int
+) -> RankMemory:
     """Memory of a rank of pipeline stage `stage`; its tensor and data ranks are alike."""
-    division = setting.division
-    parameters = stage_parameters(shape, division, stage)
+    model, parallel, item_bytes = config.model, config.parallel, ITEM_BYTES[config.model.dtype]
+    parameters, fp8 = stage_parameters(shape, parallel, stage), fp8_of(model, item_bytes)
     logits = 0
-    if stage == division.pipeline - 1:
-        rows = setting.microbatch.tokens // division.context
-        columns = shape.padded_vocab(division.tensor) // division.tensor
-        logits = logits_bytes(rows, columns, setting.logprob_chunk_tokens)
-        if setting.compares_vocabularies:
-            logits += (rows + columns) * shape.hidden * setting.item_bytes
+    if stage == parallel.pipeline - 1:
+        rows = microbatch.tokens // parallel.context
+        columns = shape.padded_vocab(parallel.tensor) // parallel.tensor
+        logits = logits_bytes(rows, columns, config.train.logprob_chunk_tokens)
+        if config.algorithm.kl.is_exact:
+            # The reference's output layer and what goes into it lie beside the policy's.
+            logits += (rows + columns) * shape.hidden * item_bytes
     activations = activation_bytes(
         shape,
-        division,
-        setting.microbatch,
+        parallel,
+        microbatch,
         stage=stage,
-        item_bytes=setting.item_bytes,
-        recompute=setting.recompute,
-        modules=setting.recompute_modules,
-        is_fused=setting.has_fused_units,
-        fp8=setting.fp8,
+        item_bytes=item_bytes,
+        recompute=model.recompute,
+        modules=model.recompute_modules,
+        is_fused=_fuses_units(model),
+        fp8=fp8,
     )
+    # A weight sync holds parameters in the compute dtype beside those in FP8; taken to be all.
+    dequantised = model.fp8_parameters * parameters.total * item_bytes
     return RankMemory(
         stage=stage,
         parameters=parameters.total,
         states=state_bytes(
             parameters,
-            division,
-            item_bytes=setting.item_bytes,
-            fp8_elements=quantized_elements(shape, division, stage, setting.fp8),
-            keeps_fp8_alone=setting.dequantises,
-            is_offloaded=setting.is_offloaded,
+            parallel,
+            item_bytes=item_bytes,
+            fp8_elements=quantized_elements(shape, parallel, stage, fp8),
+            keeps_fp8_alone=model.fp8_parameters,
+            is_offloaded=config.optimizer.offload,
         ),
         activations=activations.kept,
         backward=activations.backward,
         logits=logits,
-        sync_buffers=setting.sync_buffer_bytes
-        + setting.dequantises * parameters.total * setting.item_bytes,
-        overlap_buffers=setting.overlap_bytes_per_hidden * shape.hidden,
-        communicators=setting.communicator_bytes,
+        sync_buffers=_sync_buffer_bytes(config) + dequantised,
+        overlap_buffers=overlap_buffer_bytes(model, parallel, microbatch.tokens) * shape.hidden,
+        # If the rank sends to every rank of an engine.
+        communicators=trainer_communicator_bytes(config, config.generator.tensor_parallel),
     )
 
 
-def fullest_rank(shape: ModelShape, setting: TrainerSetting) -> RankMemory:
+def fullest_rank(shape: ModelShape, config: Config, mean_tokens: int) -> RankMemory:
     """Memory of the rank that needs most; of several, the one of the earliest stage."""
-    stages = range(setting.division.pipeline)
-    return max((rank_memory(shape, setting, stage) for stage in stages), key=lambda m: m.total)
+    microbatch = microbatch_of(config, mean_tokens)
+    ranks = (rank_memory(shape, config, microbatch, n) for n in range(config.parallel.pipeline))
+    return max(ranks, key=lambda memory: memory.total)

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
-from megatron_rl.config.generator import GeneratorConfig, WeightsConfig
+from megatron_rl.config.generator import WeightsConfig
+from megatron_rl.config.tree import Config
 from megatron_rl.plan.generator import engine_rank_bytes
+from megatron_rl.plan.trainer_memory import ITEM_BYTES
 from megatron_rl.weights.layout.shape import ModelShape
 
 NCCL_BYTES_PER_S, FOLDER_BYTES_PER_S = 25e9, 2e9
@@ -56,11 +58,8 @@ class WeightSyncCost:
 
 def sync_cost(
     shape: ModelShape,
-    generator: GeneratorConfig,
-    weights: WeightsConfig,
+    config: Config,
     *,
-    trainer_ranks: int,
-    item_bytes: int,
     bytes_per_s: float | None = None,
     fixed_s: float = 0.0,
 ) -> WeightSyncCost:
@@ -72,10 +71,11 @@ def sync_cost(
     (`exchange/transport.py`). Parts of the generators (`expert.weights.groups`) follow each other.
     bytes_per_s: default: `sync_rate`.
     """
+    generator, weights = config.generator, config.weights
     rate = sync_rate(weights, bytes_per_s)
-    ranks = engine_rank_bytes(shape, generator, item_bytes)
+    ranks = engine_rank_bytes(shape, generator, ITEM_BYTES[config.model.dtype])
     rounds = max(1, -(-max(ranks) // weights.bucket_bytes))
-    one_s = max(max(ranks), sum(ranks) / trainer_ranks) / rate
+    one_s = max(max(ranks), sum(ranks) / config.parallel.world_size) / rate
     parts = min(weights.groups, generator.replicas)
     more = (generator.replicas - parts) / rounds if weights.method == "reshard" else 0.0
     return WeightSyncCost(

@@ -22,7 +22,7 @@ from megatron_rl.config.layer_choice import Device, installed_flash_attention, s
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.plan.activations import Microbatch
-from megatron_rl.plan.trainer_memory import RankMemory, TrainerSetting, rank_memory, setting_of
+from megatron_rl.plan.trainer_memory import RankMemory, microbatch_of, rank_memory
 from megatron_rl.rehearsal.events import PASSES, REQUEST, Request, Trace, read_trace
 from megatron_rl.rehearsal.match import find_faults
 from megatron_rl.rehearsal.timeline import Clock
@@ -97,15 +97,15 @@ def write_request(folder: Path, cfg: Config, options: Options) -> Request:
     """FOLDER/request.json and the configuration that it names. Raises InputError."""
     check_parallel(read_shape(cfg.model.path), cfg.parallel)
     cfg, _ = rehearsable(cfg, options.gpu)
-    setting = setting_of(cfg, _sequence_tokens(cfg, options))
-    count = options.microbatches or min(setting.microbatch.count, 2 * cfg.parallel.pipeline + 1)
+    planned = microbatch_of(cfg, _sequence_tokens(cfg, options))
+    count = options.microbatches or min(planned.count, 2 * cfg.parallel.pipeline + 1)
     multiple = cfg.parallel.pipeline if cfg.parallel.virtual_stages > 1 else 1
     request = Request(
         config=str(folder / "config.toml"),
         ranks=chosen_ranks(cfg.parallel, options.choice),
         engine_ranks=engine_ranks(cfg),
         microbatches=count + -count % multiple,
-        tokens=setting.microbatch.tokens,
+        tokens=planned.tokens,
         sequence_tokens=_sequence_tokens(cfg, options),
         processes=options.processes,
         limit_s=RANK_LIMIT_S,
@@ -122,13 +122,8 @@ def conclude(folder: Path, cfg: Config, options: Options) -> Rehearsal:
     everybody = [*request.ranks, *request.engine_ranks]
     errors = list(_errors(folder, everybody, cfg))
     traces = [read_trace(folder, rank) for rank in everybody if (folder / f"{rank}.json").exists()]
-    setting = replace(
-        setting_of(cfg, request.sequence_tokens),
-        microbatch=Microbatch(request.tokens, request.microbatches),
-    )
-    if not request.engine_ranks:
-        setting = replace(setting, sync_buffer_bytes=0, communicator_bytes=0)
-    stages = tuple(_stages(read_shape(cfg.model.path), cfg, traces, setting))
+    microbatch = Microbatch(request.tokens, request.microbatches)
+    stages = tuple(_stages(read_shape(cfg.model.path), cfg, traces, microbatch))
     gpu = find_gpu(options.gpu)
     in_fp8 = gpu.fp8_flops if cfg.model.fp8 != "none" else None
     clock = Clock(traces, in_fp8 or gpu.bf16_flops)
@@ -256,14 +251,14 @@ def _errors(folder: Path, ranks: Sequence[int], cfg: Config) -> Iterator[str]:
 
 
 def _stages(
-    shape: ModelShape, cfg: Config, traces: Sequence[Trace], setting: TrainerSetting
+    shape: ModelShape, cfg: Config, traces: Sequence[Trace], microbatch: Microbatch
 ) -> Iterator[Stage]:
     size = cfg.parallel.world_size // cfg.parallel.pipeline
     for number in range(cfg.parallel.pipeline):
         theirs = [trace for trace in traces if trace.rank // size == number]
         if theirs:
             fullest = max(theirs, key=lambda trace: trace.peak_bytes)
-            yield Stage(number, fullest, rank_memory(shape, setting, number))
+            yield Stage(number, fullest, rank_memory(shape, cfg, microbatch, number))
 
 
 def _waits(traces: Sequence[Trace]) -> Iterator[str]:

@@ -172,15 +172,7 @@ def _trainer(shape: ModelShape, config: Config, assumed: Assumptions) -> Trainer
 
 
 def _sync(shape: ModelShape, config: Config, assumed: Assumptions) -> WeightSyncModel:
-    cost = sync_cost(
-        shape,
-        config.generator,
-        config.weights,
-        trainer_ranks=config.parallel.world_size,
-        item_bytes=ITEM_BYTES[config.model.dtype],
-        bytes_per_s=assumed.bytes_per_s,
-        fixed_s=assumed.pause_s,
-    )
+    cost = sync_cost(shape, config, bytes_per_s=assumed.bytes_per_s, fixed_s=assumed.pause_s)
     return WeightSyncModel(
         cost.whole_seconds,
         late_s=cost.one_s + assumed.pause_s,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.weights.exchange.memory import SideStreams, synchronize
+from megatron_rl.weights.exchange.memory import SideStream, synchronize
 from tests.weights.plays import sync, versions
 from tests.weights.scripted_generators import Generator
 
@@ -40,13 +40,13 @@ def test_a_side_stream_waits_for_what_was_queued_and_not_for_what_comes_later() 
     for _ in range(20):
         result = result @ factor
     value.fill_(7.0)
-    streams = SideStreams(device)
-    streams.begin()
+    stream = SideStream(device)
+    stream.begin()
     for _ in range(2000):
         result = result @ factor
     main = torch.accelerator.current_stream(device)
     try:
-        streams.enter()
+        stream.enter()
         started = time.monotonic()
         copied = value.to("cpu")
         synchronize(device)

@@ -99,13 +99,7 @@ def test_an_example_fits_the_gpus_that_it_names(tmp_path: Path, example: Example
     config = load_config(EXAMPLES / f"{example.name}.toml", [f"model.path={tmp_path}"])
     gpus = example.nodes * example.gpus_per_node
     card = choose_card("rtx4090", 24, None) if "24gb" in example.name else Card(DEFAULT)
-    plan = make_plan(
-        config,
-        Hardware(
-            gpus=gpus, gpu=card.gpu, card=card.name, memory_bytes=card.memory_bytes,
-            capability=card.capability,
-        ),
-    )  # fmt: skip
+    plan = make_plan(config, Hardware(card, gpus=gpus))
     assert plan.problems == () and plan.free_bytes > 0
     assert plan.parameters / 1e9 == pytest.approx(example.billions, abs=0.05)
     # All GPUs are used, no weight sync is longer than its deadline, and nothing else is odd.

@@ -15,7 +15,7 @@ from megatron_rl.plan.activations import (
     logits_bytes,
     stored_microbatches,
 )
-from megatron_rl.plan.parameters import Division, division_of
+from megatron_rl.plan.parameters import sequence_shards
 from megatron_rl.trainer.model.build import packed
 from megatron_rl.weights.layout.shape import ModelShape, read_shape
 from tests.distributed import run_ranks
@@ -42,18 +42,18 @@ def kept_bytes(folder: Path, parallel: ParallelConfig) -> int:
     return sum(size for size, _ in kept.values())
 
 
-def cpu_difference(shape: ModelShape, division: Division) -> float:
+def cpu_difference(shape: ModelShape, parallel: ParallelConfig) -> float:
     """Elements for each token that layers without TransformerEngine keep beside, or spare.
 
     On a CPU a norm keeps one sum a row; attention its sums, and without norms of its own no rotated
     queries and keys; a gated MLP without experts only what stands before and behind its gate.
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    norms = 2 / division.sequence_shards
+    norms = 2 / sequence_shards(parallel)
     own = float(shape.heads)
     if shape.has_qk_norm:
         # Keys do not lie next to each other either; the angles of the unfused rotation.
-        own += shape.heads + shape.kv_heads + keys + 4 * shape.head_dim * division.tensor
+        own += shape.heads + shape.kv_heads + keys + 4 * shape.head_dim * parallel.tensor
     else:
         own -= queries + keys
     if not shape.experts:
@@ -61,7 +61,7 @@ def cpu_difference(shape: ModelShape, division: Division) -> float:
     if shape.glu_limit:
         # The sigmoid in the gate, which a compiled gate computes again.
         own += shape.experts_per_token * shape.moe_ffn
-    return norms + own / division.tensor
+    return norms + own / parallel.tensor
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_a_layer_keeps_what_is_predicted(
         write_model(folder, family=family, num_hidden_layers=layers, **options)
         kept.append(run_ranks(kept_bytes, sizes.world_size, folder, sizes)[0])
     layer = (kept[1] - kept[0]) / (4 * TOKENS)
-    shape, division = read_shape(folder), division_of(sizes)
-    assert layer_elements(shape, division) + cpu_difference(shape, division) == pytest.approx(
+    shape = read_shape(folder)
+    assert layer_elements(shape, sizes) + cpu_difference(shape, sizes) == pytest.approx(
         layer, rel=0.02
     )
 
@@ -102,14 +102,14 @@ LAYER = 4 * 8 + (8 + 2 * 4) + (8 + 4) + 8 + 5 * 12
 
 
 def test_a_layer_worked_by_hand() -> None:
-    assert layer_elements(SHAPE, Division()) == LAYER == 128
+    assert layer_elements(SHAPE, ParallelConfig()) == LAYER == 128
     # Tensor ranks divide attention and MLP; the norms only with sequence parallelism.
-    assert layer_elements(SHAPE, Division(tensor=2)) == 32 + 96 / 2
-    assert layer_elements(SHAPE, Division(tensor=2, is_sequence_parallel=True)) == 16 + 96 / 2
+    assert layer_elements(SHAPE, ParallelConfig(tensor=2)) == 32 + 96 / 2
+    assert layer_elements(SHAPE, ParallelConfig(tensor=2, sequence=True)) == 16 + 96 / 2
 
 
 def test_context_ranks_keep_copies_of_keys_and_values_alone() -> None:
-    context = Division(context=2)
+    context = ParallelConfig(context=2)
     # Rotated queries, the copy, the result; the fused unit has three times 12.
     assert layer_elements(SHAPE, context, is_fused=True) == 4 * 8 + 8 + 2 * 4 + 8 + 3 * 12
     # A norm of queries and keys keeps the projection, and its copy of the queries.
@@ -133,13 +133,13 @@ def test_context_ranks_keep_copies_of_keys_and_values_alone() -> None:
 def test_microbatches_held_by_a_stage(
     stage: int, virtual_stages: int, count: int, held: float
 ) -> None:
-    division = Division(pipeline=4, virtual_stages=virtual_stages)
-    assert stored_microbatches(division, stage, count) == held
+    parallel = ParallelConfig(pipeline=4, virtual_stages=virtual_stages)
+    assert stored_microbatches(parallel, stage, count) == held
 
 
 def test_full_recomputation_keeps_the_input_of_each_layer_and_one_layer() -> None:
     none, full = (
-        activation_bytes(SHAPE, Division(), Microbatch(10, 4), stage=0, item_bytes=2,
+        activation_bytes(SHAPE, ParallelConfig(), Microbatch(10, 4), stage=0, item_bytes=2,
                          recompute=recompute)
         for recompute in ("none", "full")
     )  # fmt: skip
@@ -151,8 +151,8 @@ def test_full_recomputation_keeps_the_input_of_each_layer_and_one_layer() -> Non
 
 def test_context_ranks_share_the_tokens() -> None:
     whole, shared = (
-        activation_bytes(SHAPE, Division(context=context), Microbatch(16, 1), stage=0, item_bytes=2,
-                         recompute="none")
+        activation_bytes(SHAPE, ParallelConfig(context=context), Microbatch(16, 1), stage=0,
+                         item_bytes=2, recompute="none")
         for context in (1, 2)
     )  # fmt: skip
     assert whole == (2 * shared.kept, 2 * shared.backward)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.plan.activations import Microbatch, activation_bytes
 from megatron_rl.plan.fp8 import Fp8, quantized_elements, spared_elements
-from megatron_rl.plan.parameters import Division
 from tests.plan.test_activations import SHAPE
 
 EXPERTS = replace(SHAPE, experts=4, experts_per_token=2, moe_ffn=6, shared_ffn=10)
@@ -29,7 +29,7 @@ BLOCK_SHARE = 1 - (1 + 4 / 128) / 2
 def test_codes_take_half_of_the_inputs_of_a_dense_layer(
     recipe: str, recompute: str, modules: tuple[str, ...], spared: tuple[float, float]
 ) -> None:
-    assert spared_elements(SHAPE, Division(), Fp8(recipe), recompute, modules) == spared
+    assert spared_elements(SHAPE, ParallelConfig(), Fp8(recipe), recompute, modules) == spared
 
 
 @pytest.mark.parametrize(
@@ -46,24 +46,24 @@ def test_codes_take_half_of_the_inputs_of_a_dense_layer(
 def test_codes_of_experts(
     recipe: str, modules: tuple[str, ...], spared: tuple[float, float]
 ) -> None:
-    assert spared_elements(EXPERTS, Division(), Fp8(recipe), "selective", modules) == spared
+    assert spared_elements(EXPERTS, ParallelConfig(), Fp8(recipe), "selective", modules) == spared
 
 
 def test_weights_of_products_have_copies_but_those_of_edge_layers() -> None:
     # Queries, keys, values and the output; gate, up and down.
     layer = 8 * 2 * (2 * 4 + 2 * 2) + 3 * 8 * 12
     fp8 = Fp8("blockwise", edge_layers=1)
-    assert quantized_elements(SHAPE, Division(), 0, None) == 0
-    assert quantized_elements(SHAPE, Division(), 0, Fp8("blockwise")) == 4 * layer
-    assert quantized_elements(SHAPE, Division(), 0, fp8) == 2 * layer
-    assert quantized_elements(SHAPE, Division(tensor=2, pipeline=2), 1, fp8) == layer // 2
+    assert quantized_elements(SHAPE, ParallelConfig(), 0, None) == 0
+    assert quantized_elements(SHAPE, ParallelConfig(), 0, Fp8("blockwise")) == 4 * layer
+    assert quantized_elements(SHAPE, ParallelConfig(), 0, fp8) == 2 * layer
+    assert quantized_elements(SHAPE, ParallelConfig(tensor=2, pipeline=2), 1, fp8) == layer // 2
     # Shared experts of 10, and two of four experts of 6.
     layer = 192 + 3 * 8 * 10 + 2 * 3 * 8 * 6
-    assert quantized_elements(EXPERTS, Division(expert=2), 0, Fp8("delayed")) == 4 * layer
+    assert quantized_elements(EXPERTS, ParallelConfig(expert=2), 0, Fp8("delayed")) == 4 * layer
 
 
 def test_layers_at_the_edges_keep_as_much_as_without_fp8() -> None:
-    found = activation_bytes(SHAPE, Division(), Microbatch(10, 1), stage=0, item_bytes=2,
+    found = activation_bytes(SHAPE, ParallelConfig(), Microbatch(10, 1), stage=0, item_bytes=2,
                              recompute="none", is_fused=True,
                              fp8=Fp8("tensorwise", edge_layers=1))  # fmt: skip
     # A fused layer keeps 104; the embedding 8, and the last norm twice 8.

@@ -63,10 +63,7 @@ def test_weights_of_an_engine_are_what_a_weight_sync_brings(
     planned = forecast(config)
     found = engine_rank_bytes(read_shape(tmp_path), config.generator, 4)
     assert tuple(found) == planned.received
-    cost = sync_cost(
-        read_shape(tmp_path), config.generator, config.weights,
-        trainer_ranks=1, item_bytes=4, bytes_per_s=1e6,
-    )  # fmt: skip
+    cost = sync_cost(read_shape(tmp_path), config, bytes_per_s=1e6)
     assert cost.total_bytes == sum(planned.sent)
     # A single sender is the slower end, unless there is a single receiver.
     assert cost.seconds == pytest.approx(sum(planned.sent) / 1e6)

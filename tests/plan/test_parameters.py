@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 
-from megatron_rl.plan.parameters import Division, model_parameters, stage_parameters
+from megatron_rl.config.parallel import ParallelConfig
+from megatron_rl.plan.parameters import model_parameters, stage_parameters
 from megatron_rl.weights.layout.shape import read_shape
 from tests.tiny_models import QWEN3_MOE, SIZES
 
@@ -37,8 +38,8 @@ def test_all_parameters_of_a_family_are_counted(
     # Stages hold all of it, and one more table for a tied model; padding counts on each.
     tables = 2 * shape.padded_vocab(1) - (1 if shape.is_tied else 2) * shape.vocab
     for ends in ((0, 0), (0, 1)):
-        division = Division(pipeline=2, ends=ends)
-        first, last = (stage_parameters(shape, division, stage).total for stage in (0, 1))
+        parallel = ParallelConfig(pipeline=2, first_stage_layers=ends[0], last_stage_layers=ends[1])
+        first, last = (stage_parameters(shape, parallel, stage).total for stage in (0, 1))
         assert first + last == model_parameters(shape) + tables * shape.hidden
     # Of four layers the first stage has three, the last one the head and its norm.
     one_layer = (first - last + shape.hidden) / 2

@@ -13,6 +13,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.gpus import GIB, GPUS
 from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.config.tree import Config
+from megatron_rl.plan.card import Card
 from megatron_rl.plan.fit import recomputations
 from megatron_rl.plan.plan import Hardware, SizingPlan, make_plan
 from megatron_rl.plan.report import as_tree
@@ -42,7 +43,7 @@ def config_path(tmp_path: Path) -> Path:
     return path
 
 
-def planned(config_path: Path, *overrides: str, **hardware: float | str) -> SizingPlan:
+def planned(config_path: Path, *overrides: str, **hardware: float | Card) -> SizingPlan:
     return make_plan(load_config(config_path, [*SHAPED, *overrides]), Hardware(**hardware))
 
 
@@ -296,7 +297,7 @@ def test_an_unknown_card_is_planned_by_its_memory_and_only_warned_about(
 
 def test_an_unknown_gpu_is_bad_input(config_path: Path) -> None:
     with pytest.raises(InputError, match="known: a100-40g"):
-        planned(config_path, gpu="tpu")
+        planned(config_path, card=Card("tpu"))
 
 
 def test_it_loads_no_framework() -> None:
@@ -348,7 +349,7 @@ queue = {max_staleness = 1}
 
 
 def test_a_plan_counts_the_layers_that_the_gpu_takes(config_path: Path) -> None:
-    hopper, ampere = planned(config_path), planned(config_path, gpu="a100-80g")
+    hopper, ampere = planned(config_path), planned(config_path, card=Card("a100-80g"))
     # Unfused, a gated MLP keeps 5 elements of a unit instead of 3, of 2 bytes each.
     units = 32 * 8192 * 14336 // 4
     assert ampere.trainer.activations - hopper.trainer.activations == (5 - 3) * units * 2
@@ -356,12 +357,13 @@ def test_a_plan_counts_the_layers_that_the_gpu_takes(config_path: Path) -> None:
     assert local.trainer == ampere.trainer
     [note] = set(ampere.advice) - set(local.advice)
     assert note.endswith("on compute capability 8.0 without flash-attn")
-    ada = {"gpu": "l40s-48g", "capability": (8, 9)}
-    [problem] = set(planned(config_path, "model.fp8=tensorwise", **ada).problems) - set(
-        planned(config_path, "model.fp8=tensorwise", gpu="l40s-48g", capability=(9, 0)).problems
+    hopper, ada = (Card("l40s-48g", capability=capability) for capability in ((9, 0), (8, 9)))
+    [problem] = set(planned(config_path, "model.fp8=tensorwise", card=ada).problems) - set(
+        planned(config_path, "model.fp8=tensorwise", card=hopper).problems
     )
     assert problem.startswith("model.fp8 = 'tensorwise': TransformerEngine has no attention kernel")
     # What needs TransformerEngine's layers is no remedy where they are not taken.
     few = ("parallel.data=1", "parallel.tensor=1", "parallel.sequence=false")
-    remedies = [p for p in planned(config_path, *few, gpu="a100-40g").problems if "nearest" in p]
+    problems = planned(config_path, *few, card=Card("a100-40g")).problems
+    remedies = [text for text in problems if "nearest" in text]
     assert remedies and not any("layernorm" in p or "moe_act" in p for p in remedies)

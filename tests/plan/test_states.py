@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from megatron_rl.config.tree import OptimizerConfig, ParallelConfig
-from megatron_rl.plan.parameters import Division, RankParameters, division_of, stage_parameters
+from megatron_rl.plan.parameters import (
+    RankParameters,
+    dense_shards,
+    expert_shards,
+    stage_parameters,
+)
 from megatron_rl.plan.trainer_memory import state_bytes
 from megatron_rl.trainer.optimizer import build_optimizer, step_if_finite
 from megatron_rl.weights.layout.shape import read_shape
@@ -50,10 +55,9 @@ def allocated(folder: Path, parallel: ParallelConfig, dtype: str) -> dict[str, i
 
 def predicted(folder: Path, parallel: ParallelConfig, dtype: str, rank: int) -> dict[str, int]:
     """The same by the formulas."""
-    division = division_of(parallel)
     stage = rank // (parallel.world_size // parallel.pipeline)
-    parameters = stage_parameters(read_shape(folder), division, stage)
-    states = state_bytes(parameters, division, item_bytes=ITEM_BYTES[dtype])
+    parameters = stage_parameters(read_shape(folder), parallel, stage)
+    states = state_bytes(parameters, parallel, item_bytes=ITEM_BYTES[dtype])
     names = ("weights", "gradients", "masters", "moments")
     return {name: getattr(states, name) for name in names}
 
@@ -93,23 +97,23 @@ def test_predicted_bytes_are_those_allocated(
 
 
 def test_state_of_offloaded_and_fp8_parameters() -> None:
-    parameters, division = RankParameters(dense=600, expert=400), Division()
-    plain = state_bytes(parameters, division, item_bytes=2)
+    parameters, parallel = RankParameters(dense=600, expert=400), ParallelConfig()
+    plain = state_bytes(parameters, parallel, item_bytes=2)
     assert (plain.weights, plain.gradients, plain.masters, plain.moments) == (
         2000, 4000, 4000, 8000,
     )  # fmt: skip
-    away = state_bytes(parameters, division, item_bytes=2, is_offloaded=True)
+    away = state_bytes(parameters, parallel, item_bytes=2, is_offloaded=True)
     assert (away.masters, away.moments, away.total) == (0, 0, 6000)
     copied = {"item_bytes": 2, "fp8_elements": 700}
-    assert state_bytes(parameters, division, **copied).weights == 3400
+    assert state_bytes(parameters, parallel, **copied).weights == 3400
     # Megatron's buffer of uint8 has the codes by rows; beside it are the transposed ones.
-    kept = state_bytes(parameters, division, keeps_fp8_alone=True, **copied)
+    kept = state_bytes(parameters, parallel, keeps_fp8_alone=True, **copied)
     assert kept.weights == 300 * 2 + 700 * 2
 
 
 def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones() -> None:
-    division = Division(tensor=2, data=4, context=2, expert=4, is_optimizer_sharded=True)
+    parallel = ParallelConfig(tensor=2, data=4, context=2, expert=4, distributed_optimizer=True)
     # 16 ranks of a stage: 8 hold the same dense shard, 4 the same experts.
-    assert (division.dense_shards, division.expert_shards) == (8, 4)
-    states = state_bytes(RankParameters(dense=80, expert=40), division, item_bytes=2)
+    assert (dense_shards(parallel), expert_shards(parallel)) == (8, 4)
+    states = state_bytes(RankParameters(dense=80, expert=40), parallel, item_bytes=2)
     assert states.moments == 8 * (80 // 8 + 40 // 4)

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.tree import GeneratorConfig, WeightsConfig
+from megatron_rl.config.tree import (
+    Config,
+    GeneratorConfig,
+    ModelConfig,
+    ParallelConfig,
+    WeightsConfig,
+)
 from megatron_rl.plan.weight_sync import WeightSyncCost, sync_cost
 from megatron_rl.weights.layout.shape import read_shape
 from tests.tiny_models import write_model
@@ -12,9 +18,13 @@ from tests.tiny_models import write_model
 
 def cost(folder: Path, replicas: int, weights: WeightsConfig, trainer_ranks: int) -> WeightSyncCost:
     write_model(folder)
-    generator = GeneratorConfig(tensor_parallel=2, replicas=replicas)
-    return sync_cost(read_shape(folder), generator, weights, trainer_ranks=trainer_ranks,
-                     item_bytes=2, bytes_per_s=1e6, fixed_s=0.5)  # fmt: skip
+    config = Config(
+        model=ModelConfig(path=folder, dtype="bfloat16"),
+        parallel=ParallelConfig(data=trainer_ranks),
+        generator=GeneratorConfig(tensor_parallel=2, replicas=replicas),
+        weights=weights,
+    )
+    return sync_cost(read_shape(folder), config, bytes_per_s=1e6, fixed_s=0.5)
 
 
 def test_each_further_engine_takes_one_round_longer(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from megatron_rl.config.gpus import find_gpu
 from megatron_rl.config.tree import OptimizerConfig
-from megatron_rl.plan.trainer_memory import fullest_rank, setting_of
+from megatron_rl.plan.trainer_memory import fullest_rank
 from megatron_rl.protocol.types import TrainSequence
 from megatron_rl.weights.layout.shape import read_shape
 from tests.tiny_models import write_model
@@ -115,7 +115,7 @@ def test_the_model_of_a_gpu_fits_one_of_80_gb(tmp_path: Path) -> None:
     assert longest <= GPU.microbatch_tokens
     LlamaConfig(**GPU.model, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     cfg = make_config(tmp_path / "run", tmp_path, GPU, model=PRECISIONS["bf16"])
-    memory = fullest_rank(read_shape(tmp_path), setting_of(cfg, longest))
+    memory = fullest_rank(read_shape(tmp_path), cfg, longest)
     assert memory.total < 0.8 * find_gpu("h100-80g").memory_bytes
 
 

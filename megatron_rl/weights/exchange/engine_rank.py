@@ -131,8 +131,7 @@ class EngineRank:
                 f"version {order.version} would replace {syncer.version}: it never goes back"
             )
         plan = self._plan(order, syncer, parameters)
-        staged = parameters if isinstance(parameters, StagedParameters) else None
-        self._staged = staged
+        self._staged = parameters if isinstance(parameters, StagedParameters) else None
         if syncer.transport is None:
             device = next(iter(parameters.values())).device
             syncer.transport = open_transport(
@@ -152,7 +151,7 @@ class EngineRank:
         syncer.takes_part, syncer.is_whole = True, False
         syncer.transport.begin(call, plan, replica=order.replica, holds=holds)
         report = receive(
-            ends, syncer.transport, dtype=self._dtype, version=order.version, staged=staged
+            ends, syncer.transport, dtype=self._dtype, version=order.version, staged=self._staged
         )
         # Also if parcels are damaged: what the parameters hold now is not the older version.
         syncer.version, syncer.is_whole = order.version, not report.damaged

@@ -70,7 +70,6 @@ class FolderTransport(Transport):
         """Files that it has written."""
 
     def begin(self, call: Call, plan: Plan, *, replica: str = "", holds: int = -1) -> None:
-        """As `Transport` says."""
         self.close()
         super().begin(call, plan, replica=replica, holds=holds)
         self._adds = 0 <= holds == call.base

@@ -1,4 +1,4 @@
-"""Memory that ranks on one node share, and the streams in which a device works on it.
+"""Memory that ranks on one node share, and the stream in which a device copies it.
 
 Used by trainer ranks and engines; needs torch alone. Shared memory is a file without a name, or a
 device's memory by CUDA IPC: nothing is left behind when processes die. A `Handle` is plain data.
@@ -8,7 +8,6 @@ begin in the same stream, where a copy of a weight sync would wait for all queue
 """
 
 import os
-import threading
 from base64 import b64decode, b64encode
 
 import msgspec
@@ -16,38 +15,32 @@ import torch
 from torch import Tensor
 
 
-class SideStreams:
-    """Streams for threads that work in parallel to the thread that makes this.
+class SideStream:
+    """A stream for one thread at a time that works in parallel to the thread that makes this.
 
-    The same ones each time: torch keeps what was freed in a stream for that stream.
+    The same one each time: torch keeps what was freed in a stream for that stream.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """device: of the streams; threads on the CPU need none."""
+        """device: of the stream; a thread on the CPU needs none."""
         self._device = device
-        self._streams: list[torch.Stream] = []
-        self._taken = 0
-        self._taking = threading.Lock()
+        self._stream: torch.Stream | None = None
         self._begin: torch.Event | None = None
 
     def begin(self) -> None:
         """What the calling thread has queued on the device comes before all that follows."""
         if self._device.type != "cpu":
             self._begin = torch.accelerator.current_stream(self._device).record_event()
-            self._taken = 0
 
     def enter(self) -> None:
-        """Called in a thread, once after `begin`: use a separate stream from now on."""
+        """Called in a thread after `begin`: use the stream from now on."""
         if self._begin is None:
             return
         torch.accelerator.set_device_index(self._device.index)
-        with self._taking:
-            if self._taken == len(self._streams):
-                self._streams.append(torch.Stream(self._device))
-            stream = self._streams[self._taken]
-            self._taken += 1
-        stream.wait_event(self._begin)
-        torch.accelerator.set_stream(stream)
+        if self._stream is None:
+            self._stream = torch.Stream(self._device)
+        self._stream.wait_event(self._begin)
+        torch.accelerator.set_stream(self._stream)
 
 
 def synchronize(device: torch.device) -> None:

@@ -37,16 +37,14 @@ _PLACE = 0x9E3779B1
 
 def digest(payload: Tensor) -> Tensor:
     """[2] int64, on the payload's device. payload: [bytes] uint8, a multiple of 8 of them."""
-    return _xxh3(payload) if payload.device.type == "cpu" else word_sums(payload)
+    if payload.device.type != "cpu":
+        return word_sums(payload)
+    return torch.frombuffer(bytearray(xxhash.xxh3_128_digest(payload.numpy())), dtype=torch.int64)
 
 
 def fold(digests: Sequence[Tensor]) -> Tensor:
     """One digest of several in their order: [2] int64."""
     return digest(torch.cat(list(digests)).view(torch.uint8))
-
-
-def _xxh3(payload: Tensor) -> Tensor:
-    return torch.frombuffer(bytearray(xxhash.xxh3_128_digest(payload.numpy())), dtype=torch.int64)
 
 
 def word_sums(payload: Tensor) -> Tensor:
@@ -149,7 +147,8 @@ def end_of(
         else:
             together.append(place)
             size += nbytes
-    packets = [*alone, Packet(together, _padded(size), is_last=True)]
+    padded = -(-size // _ALIGNMENT) * _ALIGNMENT
+    packets = [*alone, Packet(together, padded, is_last=True)]
     return ParcelEnd(parcel.receiver if is_sender else parcel.sender, packets, parcel.moves)
 
 
@@ -210,7 +209,3 @@ def give_back(parcels: Iterable[ParcelEnd]) -> None:
     """Keep no buffer: its memory may go."""
     for packet in (packet for end in parcels for packet in end.packets if packet.is_staged):
         packet.data = None
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

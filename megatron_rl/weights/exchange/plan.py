@@ -339,9 +339,7 @@ class EngineKind(msgspec.Struct, frozen=True):
 
 def kind_of(hello: Hello) -> EngineKind:
     """Kind of a generator's engine."""
-    return EngineKind(
-        hello.engine, hello.world_size, hello.ffn_multiple, hello.expert_parallel
-    )  # fmt: skip
+    return EngineKind(hello.engine, hello.world_size, hello.ffn_multiple, hello.expert_parallel)
 
 
 class Layouts(msgspec.Struct, frozen=True):

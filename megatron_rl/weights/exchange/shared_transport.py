@@ -44,7 +44,6 @@ class SharedTransport(Transport):
     stages_all = True
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device) -> None:
-        """As `Transport` says."""
         super().__init__(store, rank, device)
         self._memories: dict[int, SharedMemory] = {}
         """Of this sender, by half."""
@@ -54,7 +53,6 @@ class SharedTransport(Transport):
         """Of senders: a half serves many parcels, but is mapped once a transfer."""
 
     def begin(self, call: Call, plan: Plan, *, replica: str = "", holds: int = -1) -> None:
-        """As `Transport` says."""
         self.close()
         super().begin(call, plan, replica=replica, holds=holds)
         self._first_receiver = plan.senders

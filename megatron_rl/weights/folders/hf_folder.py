@@ -6,11 +6,11 @@ is taken.
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -27,6 +27,7 @@ from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.rope import in_both_spellings
 from megatron_rl.weights.layout.shape import ModelShape
 
+T = TypeVar("T")
 NamedTensor = tuple[str, Tensor]
 SHARD_BYTES = 4 << 30
 
@@ -92,16 +93,19 @@ def write_config(values: Mapping[str, Any], folder: Path, dtype: torch.dtype) ->
     (folder / "config.json").write_text(json.dumps(kept, indent=2) + "\n")
 
 
-def bucketed(tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
-    """Group tensors in order; a bucket exceeds `bucket_bytes` only when one tensor alone does."""
-    bucket: list[NamedTensor] = []
+def bucketed(
+    items: Iterable[T], bytes_of: Callable[[T], int], bucket_bytes: int
+) -> Iterator[list[T]]:
+    """Group items in order; a bucket exceeds `bucket_bytes` only when one item alone does."""
+    bucket: list[T] = []
     held_bytes = 0
-    for name, tensor in tensors:
-        if bucket and held_bytes + tensor.nbytes > bucket_bytes:
+    for item in items:
+        size = bytes_of(item)
+        if bucket and held_bytes + size > bucket_bytes:
             yield bucket
             bucket, held_bytes = [], 0
-        bucket.append((name, tensor))
-        held_bytes += tensor.nbytes
+        bucket.append(item)
+        held_bytes += size
     if bucket:
         yield bucket
 
@@ -116,7 +120,7 @@ def write_tensors(
     """
     files: list[list[str]] = []
     total_bytes = 0
-    for bucket in bucketed(tensors, shard_bytes):
+    for bucket in bucketed(tensors, lambda named: named[1].nbytes, shard_bytes):
         held = {name: tensor.cpu().contiguous() for name, tensor in bucket}
         part = _part(folder, len(files))
         write = partial(_save_part, held, part)

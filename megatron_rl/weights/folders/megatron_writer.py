@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.weights.folders.hf_folder import bucketed
 from megatron_rl.weights.folders.megatron_folder import Block, model_blocks
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Piece, as_matrix
@@ -57,7 +58,14 @@ def write_checkpoint(
     """
     dtypes = _dtypes(shape, tensors)
     planner = _Planner(tensors)
-    plans = [SavePlan(items) for items in _files(shape, dtypes, planner, shard_bytes)]
+
+    def bytes_of(chunk: _Chunk) -> int:
+        return chunk.area.sizes.numel() * dtypes[chunk.block.key].itemsize
+
+    plans = [
+        SavePlan([planner.add(chunk, dtypes[chunk.block.key]) for chunk in chunks])
+        for chunks in bucketed(_chunks(shape), bytes_of, shard_bytes)
+    ]
     plans, metadata = planner.create_global_plan(plans)
     # On a CUDA host torch would otherwise read ahead.
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
@@ -126,23 +134,6 @@ def _dtypes(shape: ModelShape, tensors: Tensors) -> dict[str, torch.dtype]:
                     "stacks them: ask for one dtype with --dtype"
                 )
     return {key: dtype for key, (dtype, _) in found.items()}
-
-
-def _files(
-    shape: ModelShape, dtypes: dict[str, torch.dtype], planner: "_Planner", shard_bytes: int
-) -> Iterator[list[WriteItem]]:
-    """The chunks of each file, in order."""
-    items: list[WriteItem] = []
-    held_bytes = 0
-    for chunk in _chunks(shape):
-        dtype = dtypes[chunk.block.key]
-        size = chunk.area.sizes.numel() * dtype.itemsize
-        if items and held_bytes + size > shard_bytes:
-            yield items
-            items, held_bytes = [], 0
-        items.append(planner.add(chunk, dtype))
-        held_bytes += size
-    yield items
 
 
 class _Planner(DefaultSavePlanner):

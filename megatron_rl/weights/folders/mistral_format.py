@@ -5,14 +5,13 @@ turns rows half a head apart, so that the rows of queries and keys stand in anot
 Source: the reference implementation, mistralai/mistral-inference (rope.py, transformer_layers.py).
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.shape import ModelShape, read_values
 
 PARAMS = "params.json"
 WEIGHTS = "consolidated*.safetensors"
@@ -51,12 +50,7 @@ def is_mistral_folder(folder: Path) -> bool:
 def read_config(folder: Path) -> dict[str, Any]:
     """The equivalent of HF's config.json. Raises InputError for unknown parameters."""
     path = folder / PARAMS
-    try:
-        params = json.loads(path.read_text())
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}") from error
-    if not isinstance(params, dict):
-        raise InputError(f"{path} is no object of keys and values")
+    params = read_values(path)
     if not any(folder.glob(WEIGHTS)):
         raise InputError(f"{folder} has {PARAMS} but no {WEIGHTS}; pickled weights are not read")
     values = {hf: _needed(params, ours, path) for ours, hf in _SAME.items()}

@@ -17,6 +17,7 @@ from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS
 from megatron_rl.protocol.render import open_renderer
 from megatron_rl.weights.folders import mistral_format
 from megatron_rl.weights.folders.megatron_folder import is_megatron_folder
+from megatron_rl.weights.layout.shape import read_values
 
 _WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx",
@@ -101,13 +102,7 @@ def read_config(folder: Path, files: Sequence[Path]) -> dict[str, Any]:
             f"{folder} has no config.json: give a model folder, or name a Hugging Face folder of "
             "the same model with --files-from"
         )
-    try:
-        values = json.loads(path.read_text())
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{path} is no object of keys and values")
-    return values
+    return read_values(path)
 
 
 def _run_of(checkpoint: Path) -> Config | None:

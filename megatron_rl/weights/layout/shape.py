@@ -183,13 +183,18 @@ def read_shape(folder: Path) -> ModelShape:
         raise InputError(
             f"model.path: {folder} has no config.json; give a Hugging Face folder ({FOR_SIZES})"
         )
+    return shape_of(read_values(path), folder)
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """The values in a model folder's JSON file. Raises InputError."""
     try:
         values = json.loads(path.read_text())
     except ValueError as error:
         raise InputError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise InputError(f"{path} is no JSON object: is it the configuration of a model?")
-    return shape_of(values, folder)
+        raise InputError(f"{path} is no object of keys and values: is it of a model?")
+    return values
 
 
 def shape_of(values: dict[str, Any], folder: Path) -> ModelShape:

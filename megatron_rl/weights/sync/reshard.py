@@ -29,7 +29,7 @@ from megatron_rl.protocol.types import Hello, LeaveGroup
 from megatron_rl.weights.exchange.folder import Folder
 from megatron_rl.weights.exchange.group import is_of_devices, open_store
 from megatron_rl.weights.exchange.group_transport import open_transport
-from megatron_rl.weights.exchange.memory import SideStreams, synchronize
+from megatron_rl.weights.exchange.memory import SideStream, synchronize
 from megatron_rl.weights.exchange.orders import Call, key
 from megatron_rl.weights.exchange.parcels import Ends, PlainParameters, outgoing, send
 from megatron_rl.weights.exchange.plan import EngineKind, Layouts, Plan, kind_of
@@ -121,7 +121,7 @@ class Reshard:
         self._layouts: dict[EngineKind, tuple[int, Layouts]] = {}
         """With their numbers in the store."""
         self._device = next(iter(parameters.values())).device
-        self._streams = SideStreams(self._device)
+        self._stream = SideStream(self._device)
         self._leading: Future[Outcome] | None = None
         """Of the weight sync that runs, on rank 0."""
         self._sending: Future[None] | None = None
@@ -179,8 +179,8 @@ class Reshard:
         self._names |= members.keys()
         # A pool per weight sync. No daemons: torch 2.13 aborts a process that ends while a thread
         # waits in gloo.
-        pool = ThreadPoolExecutor(2, "sync", self._streams.enter)
-        self._streams.begin()
+        pool = ThreadPoolExecutor(2, "sync")
+        self._stream.begin()
         if self._leader is not None:
             self._leading = pool.submit(self._leader.lead, members, numbers, version, then)
         self._sending = pool.submit(self._send, sorted(set(numbers.values())))
@@ -188,6 +188,8 @@ class Reshard:
 
     def _send(self, numbers: Sequence[int]) -> None:
         """Prepare this rank's slices for these layouts, and send them as rank 0 calls."""
+        # The leader's thread does nothing on the device.
+        self._stream.enter()
         plain = PlainParameters(self._parameters)
         plans = {number: layouts.plan() for number, layouts in self._layouts.values()}
         prepared: dict[int, Ends] = {}

@@ -39,10 +39,9 @@ class Backoff:
 
     def __init__(self) -> None:
         self._weight_syncs = 0
-        self._failures: dict[tuple[str, int], int] = {}
-        """Failures of each session of a generator since it was last served."""
-        self._due_at: dict[tuple[str, int], int] = {}
-        """Number of the next weight sync that includes the session."""
+        self._failed: dict[tuple[str, int], tuple[int, int]] = {}
+        """By session of a generator: failures since it was last served, and the number of the next
+        weight sync that includes it."""
 
     def begin_sync(self) -> None:
         """Count a weight sync."""
@@ -50,20 +49,19 @@ class Backoff:
 
     def note_failed(self, name: str, session: int) -> int:
         """Return how many weight syncs leave it out: 0 at first, then 2, 4, at most 8."""
-        key = name, session
-        self._failures[key] = failures = self._failures.get(key, 0) + 1
+        failures = self._failed.get((name, session), (0, 0))[0] + 1
         passed_by = min(MOST_PASSED_BY, 2 ** (failures - 1)) if failures > 1 else 0
-        self._due_at[key] = self._weight_syncs + passed_by + bool(passed_by)
+        due_at = self._weight_syncs + passed_by + bool(passed_by)
+        self._failed[name, session] = failures, due_at
         return passed_by
 
     def note_served(self, name: str, session: int) -> None:
         """Note that it took a version."""
-        self._failures.pop((name, session), None)
-        self._due_at.pop((name, session), None)
+        self._failed.pop((name, session), None)
 
     def is_due(self, name: str, session: int) -> bool:
         """Whether it takes part now. A restarted generator does: it has a new session."""
-        return self._weight_syncs >= self._due_at.get((name, session), 0)
+        return self._weight_syncs >= self._failed.get((name, session), (0, 0))[1]
 
 
 class WeightSyncer(Closing):

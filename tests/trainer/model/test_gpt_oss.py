@@ -17,7 +17,6 @@ from megatron_rl.config.tree import Config, ModelConfig, ParallelConfig
 from megatron_rl.plan.flops import causal_flops, causal_pairs
 from megatron_rl.plan.generator import kv_bytes_per_token
 from megatron_rl.plan.parameters import (
-    Division,
     active_parameters,
     model_parameters,
     stage_parameters,
@@ -77,7 +76,7 @@ def test_published_models_have_their_sizes(name: str) -> None:
     assert used == pytest.approx(active, rel=0.02)
     for ranks in (1, 4):
         held = sum(part.size for part in trainer_slices(shape, Place(Share(0, ranks))))
-        planned = stage_parameters(shape, Division(tensor=ranks), 0).total
+        planned = stage_parameters(shape, ParallelConfig(tensor=ranks), 0).total
         padding = (shape.padded_vocab(1) - shape.vocab) * 2 * shape.hidden
         assert planned == held + (ranks == 1) * padding
         # Keys and values of every layer, those with a window too.

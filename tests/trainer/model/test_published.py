@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.plan.generator import kv_bytes_per_token
-from megatron_rl.plan.parameters import Division, model_parameters, stage_parameters
+from megatron_rl.plan.parameters import model_parameters, stage_parameters
 from megatron_rl.weights.layout.place import Place
 from megatron_rl.weights.layout.shape import shape_of
 from megatron_rl.weights.layout.slices import Share
@@ -58,7 +59,9 @@ def test_published_models_have_their_sizes(name: str) -> None:
         # Rank 0 holds none of the vocabulary's padding if there are several.
         place = Place(Share(0, ranks), expert_tensor=Share(0, ranks))
         held = sum(part.size for part in trainer_slices(shape, place))
-        planned = stage_parameters(shape, Division(tensor=ranks, expert_tensor=ranks), 0).total
+        planned = stage_parameters(
+            shape, ParallelConfig(tensor=ranks, expert_tensor=ranks), 0
+        ).total
         padding = (2 - shape.is_tied) * shape.hidden * (shape.padded_vocab(1) - shape.vocab)
         assert planned == held + (ranks == 1) * padding
 

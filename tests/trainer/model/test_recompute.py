@@ -20,7 +20,6 @@ from megatron_rl.plan.flops import (
     recomputed_flops,
     step_flops,
 )
-from megatron_rl.plan.parameters import Division
 from megatron_rl.trainer.model.build import packed, transformer_config
 from megatron_rl.weights.layout.shape import read_shape
 from tests.distributed import run_ranks
@@ -78,7 +77,7 @@ def test_gradients_are_the_same_and_less_is_kept(
         [(found, size)] = run_ranks(pass_through, 1, folder, modules)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6 * float(expected.max()))
         spared = (whole - size) / (4 * TOKENS * LAYERS)
-        predicted = recomputed_elements(shape, Division(), modules)
+        predicted = recomputed_elements(shape, ParallelConfig(), modules)
         # A gated MLP on the CPU keeps two tensors less in the first place.
         predicted -= 2 * shape.ffn if "mlp" in modules else 0
         if "core_attn" in modules:
@@ -149,20 +148,20 @@ def test_what_cannot_be_is_refused_at_load(overrides: list[str], words: str) -> 
 def test_memory_and_flops_worked_by_hand(folders: dict[str, Path]) -> None:
     shape = read_shape(folders["mixture"])
     top, ffn, hidden = shape.experts_per_token, shape.moe_ffn, shape.hidden
-    assert recomputed_elements(shape, Division(), MOE) == (
+    assert recomputed_elements(shape, ParallelConfig(), MOE) == (
         top * (hidden + 6 * ffn) + 2 * shape.experts
     )
-    assert recomputed_elements(shape, Division(), ("moe_act", "layernorm")) == (
+    assert recomputed_elements(shape, ParallelConfig(), ("moe_act", "layernorm")) == (
         top * 4 * ffn + hidden
     )
-    assert recomputed_elements(shape, Division(), CORE) == 0
+    assert recomputed_elements(shape, ParallelConfig(), CORE) == 0
     none, selective = (
-        activation_bytes(shape, Division(), Microbatch(10, 4), stage=0, item_bytes=2,
+        activation_bytes(shape, ParallelConfig(), Microbatch(10, 4), stage=0, item_bytes=2,
                          recompute=recompute, modules=MOE)
         for recompute in ("none", "selective")
     )  # fmt: skip
     # No layer keeps anything of it, and one at a time computes it again.
-    again = recomputed_elements(shape, Division(), MOE)
+    again = recomputed_elements(shape, ParallelConfig(), MOE)
     assert none.kept - selective.kept == 10 * 2 * again * LAYERS
     assert selective.backward - none.backward == 10 * 2 * again
     flops = step_flops(shape, sequences=3, length=8)

@@ -272,9 +272,12 @@ def test_their_patience_ends(tmp_path: Path) -> None:
 def test_buckets_keep_order_and_size() -> None:
     sizes = [1, 2, 5, 1, 1, 1]
     tensors = [(str(i), torch.zeros(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]
-    buckets = [[name for name, _ in bucket] for bucket in bucketed(tensors, 3)]
+    buckets = [
+        [name for name, _ in bucket]
+        for bucket in bucketed(tensors, lambda named: named[1].nbytes, 3)
+    ]
     assert buckets == [["0", "1"], ["2"], ["3", "4", "5"]]
-    assert list(bucketed([], 3)) == []
+    assert list(bucketed([], len, 3)) == []
 
 
 def save_and_logits(

@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 
-from megatron_rl.plan.parameters import Division, model_parameters, stage_parameters
+from megatron_rl.config.parallel import ParallelConfig
+from megatron_rl.plan.parameters import model_parameters, stage_parameters
 from megatron_rl.weights.layout.place import Place
 from megatron_rl.weights.layout.shape import ModelShape, shape_of
 from megatron_rl.weights.layout.slices import Share
@@ -57,7 +58,7 @@ def test_published_models_have_their_sizes(name: str) -> None:
         place = Place(Share(0, ranks))
         held = sum(part.size for part in trainer_slices(shape, place))
         padding = (shape.padded_vocab(1) - shape.vocab) * shape.hidden * (1 + (not shape.is_tied))
-        planned = stage_parameters(shape, Division(tensor=ranks), 0).total
+        planned = stage_parameters(shape, ParallelConfig(tensor=ranks), 0).total
         assert planned == held + (ranks == 1) * padding
 
 
