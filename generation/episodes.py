@@ -32,6 +32,7 @@ from generation.rollouts import Work
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.chat_template import RenderError
 from megatron_rl.protocol.chat_template import Turn as Message
+from megatron_rl.protocol.control_tokens import TooManyTokens
 from megatron_rl.protocol.generator_messages import EngineActivity
 from megatron_rl.protocol.rollout import TurnReturn, narrow_choices
 from megatron_rl.protocol.tool_calls import ParsedReply
@@ -134,8 +135,7 @@ class Episode:
             try:
                 turn = self._tree.open(parent, given, max_tokens)
             except OutOfTokens as error:
-                self._tree.is_cut = True
-                self._no_reply = f"its first reply has no room: {error}"
+                self._note_no_room(error)
                 raise
             self._no_reply = (
                 "it returned before the policy's first reply: it cancelled say, as "
@@ -185,9 +185,25 @@ class Episode:
         messages: list[Message],
         tools: list[dict[str, Any]],
     ) -> Place:
-        """As `Histories.place`, for the episode's task."""
-        task = self._lease.prompt.task
-        return self.histories.place(parent, earlier, messages, tools, task)
+        """As `Histories.place`, for the episode's task. Raises RenderError, OutOfTokens."""
+        # A turn that is discarded gives its room back.
+        room = self._owner.renderer.context_tokens
+        room = room if self._replying else self._tree.room_behind(parent)
+        try:
+            return self.histories.place(
+                parent, earlier, messages, tools, task=self._lease.prompt.task, room=room
+            )
+        except TooManyTokens as error:
+            refusal = OutOfTokens(
+                f"a reply has no room: {error}; shorten the messages, or raise "
+                "sampling.max_new_tokens or generator.context_tokens"
+            )
+            self._note_no_room(refusal)
+            raise refusal from error
+
+    def _note_no_room(self, error: OutOfTokens) -> None:
+        self._tree.is_cut = True
+        self._no_reply = f"its first reply has no room: {error}"
 
     def _count(self, replies: int) -> None:
         """Count replies that the engine samples, and the time without any."""

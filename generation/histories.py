@@ -62,12 +62,15 @@ class Histories:
         earlier: Iterable[Message],
         messages: Sequence[Message],
         tools: list[Tool],
+        *,
         task: str,
+        room: int,
     ) -> Place:
-        """Where a turn begins that answers these messages. Raises RenderError.
+        """Where a turn begins that answers these messages. Raises RenderError, TooManyTokens.
 
         parent: turn of the latest reply; None: the messages begin a conversation. earlier: the
-        messages up to that reply, read only where they are rendered.
+        messages up to that reply, read only where they are rendered. room: tokens that may follow
+        the parent's reply.
         """
         asked = Asked(parent, list(messages), [] if parent is not None else tools)
         offered = tools if "tools" in self.renderer.template.reads else []
@@ -80,7 +83,8 @@ class Histories:
             messages = self._with_names(messages, self.read(parent, tools))
         try:
             if parent is not None and not self.is_rendered:
-                return Place(parent, self._turns.glue(parent.reply_ids, messages, offered), asked)
+                glue = self._turns.glue(parent.reply_ids, messages, offered, most=room)
+                return Place(parent, glue, asked)
             opened = self.renderer.opened([*earlier, *messages], task)
             if tools and not offered:
                 opened = with_tools(opened, tools)

@@ -70,7 +70,7 @@ class Episode(Protocol):
         messages: list[GivenMessage],
         tools: list[Tool],
     ) -> Place:
-        """As `Histories.place`, for the episode's task. Raises RenderError."""
+        """As `Histories.place`, for the episode's task. Raises RenderError, OutOfTokens."""
 
     async def take_turn(self, place: Place, max_tokens: int | None) -> Turn:
         """A turn with its reply. Raises OutOfTokens, EngineError."""

@@ -6,8 +6,10 @@ several accepted answers: an answer is right if it equals any.
 """
 
 import asyncio
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -27,6 +29,8 @@ from verification.math.unevaluated import UNEVALUATED, is_unevaluated
 from verification.rules import RewardRules
 from verification.verdict import CORRECT, WRONG, GradingError, Verdict
 
+FORKED = "forked and its child returned: end the child by os._exit, as multiprocessing does"
+"""What stderr says of a user's function, behind its name."""
 Judge = Callable[[FormatResult, ScoreRequest, RewardRules], Verdict]
 QuickJudge = Callable[[FormatResult, ScoreRequest, RewardRules], Verdict | None]
 
@@ -234,16 +238,39 @@ def find_comparison(name: str) -> Comparison:
 
 
 def call_function(function: Callable[..., object], name: str, *arguments: object) -> object:
-    """The result of a user's function, `async` or not; GradingError says what it raised, where."""
+    """The result of a user's function, `async` or not; GradingError says what it raised, where.
+
+    A process that the function forks never returns from this call: its value is no verdict.
+    """
     try:
-        result = function(*arguments)
-        return asyncio.run(result) if inspect.iscoroutine(result) else result
+        with _end_forked(name):
+            result = function(*arguments)
+        return asyncio.run(_awaited(result, name)) if inspect.iscoroutine(result) else result
     except (GradingError, MemoryError, RecursionError):
         raise
     except Exception as error:  # noqa: BLE001 a user's function may raise anything
         raise GradingError(
             f"{name!r} raised {type(error).__name__}: {error!s:.200} ({where_raised(error)})"
         ) from error
+
+
+async def _awaited(result: Coroutine[object, object, object], name: str) -> object:
+    # A forked process must not close the event loop, whose epoll it shares with its parent.
+    with _end_forked(name):
+        return await result
+
+
+@contextlib.contextmanager
+def _end_forked(name: str) -> Iterator[None]:
+    """End a process that was forked in the block and would leave it."""
+    own = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != own:
+            with contextlib.suppress(OSError):
+                os.write(2, f"\n{name!r} {FORKED}\n".encode(errors="replace"))
+            os._exit(0)
 
 
 def describe_type(value: object) -> str:

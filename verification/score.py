@@ -6,10 +6,10 @@ that is left, or for a pair of answers (`classes.py`). All are functions of thei
 from the libraries that the judges load.
 """
 
-import math
 from collections.abc import Callable
 
 from megatron_rl.config.reward import ExtraReward, StepKind
+from megatron_rl.protocol.limits import LARGEST_PART
 from megatron_rl.protocol.types import Score, ScoreRequest
 from verification import language
 from verification.comparisons import call_function, describe_type, find_comparison, load_function
@@ -151,10 +151,13 @@ def _judge_extras(question: Question, rules: RewardRules) -> Finding:
 def _extra(extra: ExtraReward, question: Question) -> float:
     arguments = question.checked.answer, question.request
     value = call_function(_load_extra(extra), extra.function, *arguments)
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    largest = LARGEST_PART / max(1.0, abs(extra.weight))
+    # NaN is not below anything.
+    if not isinstance(value, int | float) or not abs(value) <= largest:
         raise GradingError(
             f"{extra.function!r} returned {describe_type(value)}, expected one finite number, an "
-            "int or a float, for one completion: as in `return float(...)`"
+            f"int or a float from -{largest:g} to {largest:g}, for one completion: as in "
+            "`return float(...)`"
         )
     return float(value)
 

@@ -19,6 +19,15 @@ _OWN_ROLES = ("assistant", "system")
 """Roles whose messages come from the run or the model, and may have thoughts."""
 _PRIVATE = range(0xE000, 0xF900)
 """Characters for private use."""
+_READ_CHARACTERS = 8
+"""Characters a token of room that are tokenized first of a long text; texts have fewer a token."""
+_GROWTH = 4
+_CUT_TOKENS = 128
+"""A text that is cut may have that many tokens more than they are of the whole text."""
+
+
+class TooManyTokens(RenderError):
+    """A text has more tokens than its reader has room for."""
 
 
 class ControlTokens:
@@ -75,16 +84,19 @@ class ControlTokens:
         marked: Tool = _mark(tool, self._starts, guard)
         return marked
 
-    def encode(self, text: str, guard: str) -> list[int]:
+    def encode(self, text: str, guard: str, *, most: int | None = None) -> list[int]:
         """Token ids of rendered text.
 
-        Raises RenderError for text that is no Unicode, that gets other tokens than it spells, or
-        that has a token that the model does not have.
+        most: tokens that its reader has room for; None: the context. A text with many more is not
+        read to its end, as to tokenize megabytes takes seconds. A text with a few more is encoded.
+        Raises TooManyTokens; RenderError for text that is no Unicode, that gets other tokens than
+        it spells, or that has a token that the model does not have.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise RenderError(f"a message is no text: {error}") from error
+        self._check_size(text, guard, self._renderer.context_tokens if most is None else most)
         pieces = text.split(guard)
         ids = [token for piece in pieces for token in self._renderer.encode(piece)]
         meant = sum(one != self._unknown for piece in pieces for one in self._texts.findall(piece))
@@ -96,6 +108,16 @@ class ControlTokens:
         if refusal := self._renderer.find_foreign(ids):
             raise RenderError(refusal)
         return ids
+
+    def _check_size(self, text: str, guard: str, most: int) -> None:
+        """Raise TooManyTokens for a text whose begin has clearly more than `most` tokens."""
+        enough = max(0, most) + _CUT_TOKENS
+        size = _READ_CHARACTERS * enough
+        while size < len(text):
+            begin = text[:size].split(guard)
+            if sum(len(self._renderer.encode(piece)) for piece in begin) > enough:
+                raise TooManyTokens(f"the text has more than {max(0, most)} tokens")
+            size *= _GROWTH
 
 
 def unused_character(*values: Any) -> str:

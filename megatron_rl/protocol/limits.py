@@ -14,6 +14,8 @@ INT32_MAX = 2**31 - 1
 _ID_MAX = 2**53
 _LARGEST = 1e30
 """Its square is still a float64."""
+LARGEST_PART = 1e24
+"""Of a part of a reward, so that a reward of many such parts is Finite."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
 """A number of things, or a place among them."""

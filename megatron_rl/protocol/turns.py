@@ -98,7 +98,8 @@ class Turns:
     def start(self, messages: Sequence[Turn], tools: Sequence[Tool] = ()) -> list[int]:
         """Prompt token ids of a first turn, up to where the reply begins.
 
-        Raises RenderError if the template refuses the messages or writes no tools.
+        Raises RenderError if the template refuses the messages or writes no tools; and
+        TooManyTokens for messages that the context has no room for.
         """
         if tools and "tools" not in self._template.reads:
             raise RenderError(
@@ -175,13 +176,19 @@ class Turns:
         return text.removeprefix(opening)
 
     def glue(
-        self, sampled: Sequence[int], given: Sequence[Turn], tools: Sequence[Tool] = ()
+        self,
+        sampled: Sequence[int],
+        given: Sequence[Turn],
+        tools: Sequence[Tool] = (),
+        *,
+        most: int | None = None,
     ) -> list[int]:
         """Token ids to append behind a reply, up to where the next reply begins.
 
         sampled: the reply's ids. Its closing token is added if it lacks it, as when it was
-        truncated. tools: as at the start. Raises RenderError if the template refuses the messages,
-        or if the glue is not proven for their roles.
+        truncated. tools: as at the start. most: as for `ControlTokens.encode`. Raises RenderError
+        if the template refuses the messages, or if the glue is not proven for their roles; and
+        TooManyTokens.
         """
         if not given:
             raise RenderError("no message is given: a reply follows a message")
@@ -194,7 +201,7 @@ class Turns:
                 'expert.render.history="template"'
             )
         guard = unused_character(given, tools)
-        ids = self._tokens.encode(self._text(given, tools, guard), guard)
+        ids = self._tokens.encode(self._text(given, tools, guard), guard, most=most)
         return ids[1:] if sampled and sampled[-1] == ids[0] else ids
 
     def _text(self, given: Sequence[Turn], tools: Sequence[Tool], guard: str) -> str:

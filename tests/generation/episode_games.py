@@ -13,6 +13,15 @@ async def count(prompt: EpisodeInput, policy: Policy) -> Outcome:
     return Outcome(0.5, "counted", {"turns": 0.2})
 
 
+async def hears(prompt: EpisodeInput, policy: Policy) -> Outcome:
+    """Three turns; each gives the entry's number of words."""
+    chat = policy.chat(prompt.messages)
+    for _ in range(3):
+        await chat.say(max_tokens=2)
+        chat.add("user", "word " * prompt.entry)
+    return Outcome(1.0, "correct")
+
+
 async def branches(prompt: EpisodeInput, policy: Policy) -> Outcome:
     chat = policy.chat(prompt.messages)
     await chat.say()

@@ -288,6 +288,14 @@ async def raw(prompt: Any, policy: Any) -> Outcome:
     return Outcome(1.0, "done")
 
 
+async def hears(prompt: Any, policy: Any) -> Outcome:
+    """Two requests; the second gives the entry's number of words."""
+    client, words = client_of(policy), {"role": "user", "content": "word " * prompt.entry}
+    await ask(client, [QUESTION], max_tokens=2)
+    await ask(client, [words], max_tokens=2)
+    return Outcome(1.0, "correct")
+
+
 async def too_long(prompt: Any, policy: Any) -> Outcome:
     client, message = client_of(policy), {"role": "user", "content": "word " * 5000}
     await ask(client, [QUESTION])

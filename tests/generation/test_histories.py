@@ -49,7 +49,9 @@ class Talk:
     def say(self, message: dict[str, Any], text: str, *, is_cut: bool = False) -> list[int]:
         """Token ids of the prompt that this reply answered."""
         parent = self.tree.turns[-1] if self.tree.turns else None
-        place = self.histories.place(parent, self.earlier, [message], self.tools, "sums")
+        place = self.histories.place(
+            parent, self.earlier, [message], self.tools, task="sums", room=ROOM
+        )
         turn = self.tree.open(place.parent, place.given, None)
         ids = [*self.renderer.encode(text), *([] if is_cut else [self.renderer.end_id])]
         spans = [VersionSpan(1, 0, len(ids))]

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.chat_template import RenderError, Turn
+from megatron_rl.protocol.control_tokens import TooManyTokens
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.turns import Turns
 from tests.protocol.real_templates import MODELS, TEMPLATES, open_model
@@ -343,3 +344,26 @@ def test_the_proof_takes_well_below_a_second(name: str, renderers: dict[str, Ren
     begin = time.process_time()
     Turns(renderers[name])
     assert time.process_time() - begin < 1
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "llama3.2", "mistral_nemo", "gpt_oss"])
+def test_a_text_is_refused_for_its_size_only_if_it_has_more_tokens_than_there_is_room(
+    turns: dict[str, Turns], name: str
+) -> None:
+    draw, refused, long = random.Random(name), 0, 0
+    sampled = turns[name].start([{"role": "user", "content": "hi"}])
+    given: list[Turn] = [{"role": "tool", "content": "", "name": "f", "tool_call_id": "call00001"}]
+    for _ in range(80):
+        # Runs of blanks have few tokens, so that texts of many characters have room as well.
+        parts = draw.choice([[*WORDS, *added_tokens(name)], [" " * 900, "\n"]])
+        given[0]["content"] = "".join(draw.choices(parts, k=draw.randrange(200)))
+        whole = turns[name].glue(sampled, given, most=1 << 20)
+        most = draw.choice([len(whole) - 200, len(whole) - 1, len(whole), draw.randrange(400)])
+        try:
+            assert turns[name].glue(sampled, given, most=most) == whole
+            long += len(given[0]["content"]) > 8 * (max(most, 0) + 128)
+        except TooManyTokens:
+            refused += 1
+            assert len(whole) > most
+    # Of the long ones more than the first characters were read.
+    assert refused > 5 and long > 5

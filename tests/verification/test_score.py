@@ -4,8 +4,9 @@ import msgspec
 import pytest
 
 from megatron_rl.config.reward import ExtraReward, TaskConfig
+from megatron_rl.protocol import frames
 from megatron_rl.protocol.prompt import LengthRule
-from megatron_rl.protocol.types import Score, ScoreRequest
+from megatron_rl.protocol.types import Score, ScoreDone, ScoreRequest
 from tests.verification.requests import RULES, boxed, make_request, make_rules
 from verification.draft import Draft
 from verification.rules import RewardRules
@@ -189,6 +190,20 @@ def test_functions_of_the_user_may_be_async() -> None:
 def test_extra_reward_that_is_no_number_is_our_failure() -> None:
     rules = make_rules(extra=[ExtraReward(name="bad", function=f"{PLUG_INS}:not_a_number")])
     with pytest.raises(GradingError, match="returned nan of the type float, expected one finite"):
+        score(make_request(boxed("7")), rules)
+
+
+@pytest.mark.parametrize(("weight", "is_fit"), [(1.0, True), (1.01, False), (-1e30, False)])
+def test_extra_reward_that_no_message_could_carry_is_our_failure(
+    weight: float, is_fit: bool
+) -> None:
+    big = ExtraReward(name="big", function=f"{PLUG_INS}:astronomic", weight=weight)
+    rules = make_rules(extra=[big])
+    if is_fit:
+        done = ScoreDone(1, score(make_request(boxed("7")), rules))
+        assert frames.decode(frames.encode(done)).score.parts["big"] == 1e24
+        return
+    with pytest.raises(GradingError, match=r"returned 1e\+24 of the type float.* from -\S+ to \d"):
         score(make_request(boxed("7")), rules)
 
 

@@ -21,7 +21,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from verification.environments.keeper import WHERE
@@ -125,7 +125,8 @@ class EpisodeProcess:
         """How it ended; call `end` afterwards. Raises EnvironmentFailed, and as `answer` does."""
         reader, writer = await asyncio.open_unix_connection(sock=self._messages)
         self._writer = writer
-        writer.write(pack({"task": asdict(task)}))
+        timed = replace(task, turn_timeout_s=self._settings.turn_timeout_s)
+        writer.write(pack({"task": asdict(timed)}))
         clock.begin()
         reading = asyncio.ensure_future(self._read(reader))
         try:

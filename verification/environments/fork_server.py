@@ -12,6 +12,7 @@ import gc
 import importlib
 import inspect
 import json
+import mmap
 import os
 import random
 import resource
@@ -21,7 +22,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NoReturn
 
 from verification.environments.keeper import Keeper, become_reaper, kill, processes
 from verification.environments.opening import check_call
@@ -60,6 +61,8 @@ class ForkServer:
         self._log_path = log_path
         self._memory_bytes = memory_bytes
         self._max_message_bytes = max_message_bytes
+        self._has_told = mmap.mmap(-1, 1)
+        """Shared by all episodes: whether the log says that one of them forked and returned."""
         self._keepers: set[int] = set()
         """Children that keep an episode."""
 
@@ -142,7 +145,32 @@ class ForkServer:
         if hard != resource.RLIM_INFINITY:
             limit = min(limit, hard)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        asyncio.run(_play(messages, self._episode, self._max_message_bytes))
+        own = os.getpid()
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        # A process that the episode forks, such as by multiprocessing, has no part in its messages.
+        to_child = messages.fileno()
+        os.register_at_fork(after_in_child=lambda: os.dup2(nowhere, to_child, False))
+
+        async def episode(prompt: EpisodeInput, policy: Policy) -> Outcome | ToGrade:
+            try:
+                return await self._episode(prompt, policy)
+            finally:
+                if os.getpid() != own:
+                    self._end_forked()
+
+        asyncio.run(_play(messages, episode, self._max_message_bytes))
+
+    def _end_forked(self) -> NoReturn:
+        """End a process that an episode forked, and that returned from it as the episode does."""
+        if not self._has_told[0]:
+            self._has_told[0] = 1
+            with contextlib.suppress(OSError):
+                sys.stderr.write(
+                    f"{self._target} forked and its child returned: end the child by os._exit, as "
+                    "multiprocessing does\n"
+                )
+                sys.stderr.flush()
+        os._exit(0)
 
 
 def load(target: str) -> tuple[str, Episode]:

@@ -6,7 +6,11 @@ the latest tried): `expert.environments.python`. The fork server imports it befo
 
 from __future__ import annotations
 
+import asyncio
+import json
+import sys
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,15 +20,28 @@ from verification.environments.tools import MAX_RESULT_CHARS, Limits, check_rewa
 
 MOST_PAGES = 100
 """Pages of a server's list of tools."""
+_SHARE_OF_TURN = 0.9
+"""Of the time between two requests of an environment, which ends the episode."""
 _OF_THE_CLIENT = (-32000, -32001, 408)
 """Codes of errors that the client makes itself: connection closed; timeout of mcp 2, and 1."""
+
+
+@dataclass
+class Server:
+    """A server with its session."""
+
+    session: Any
+    timeout_s: float | None
+    """Of a call. A server of mcp that fails to write an answer writes no more, and never ends."""
+    silence: str = ""
+    """The error of the call that it did not answer, and of later ones."""
 
 
 class ServerTool:
     """A tool of the server, with the methods of `tool_schemas.Tool`."""
 
-    def __init__(self, session: Any, told: Any) -> None:
-        self._session = session
+    def __init__(self, server: Server, told: Any) -> None:
+        self._server = server
         self.name: str = told.name
         self.schema: dict[str, Any] = {
             "type": "function",
@@ -36,13 +53,33 @@ class ServerTool:
         }
 
     def find_fault(self, arguments: Any) -> str:
-        """Arguments are the server's to check."""
-        return "" if isinstance(arguments, dict) else f"the arguments of {self.name} are no object"
+        """Arguments are the server's to check, but for text that no message can carry."""
+        if not isinstance(arguments, dict):
+            return f"the arguments of {self.name} are no object"
+        try:
+            json.dumps(arguments, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            return f"the arguments of {self.name} are no text: {error}"
+        return ""
 
     async def function(self, **arguments: Any) -> str:
-        """The text of the server's answer, an error too. Raises Unavailable if there is none."""
+        """The text of the server's answer, an error too; an error if there is none in time.
+
+        Raises Unavailable if the connection is lost.
+        """
+        server = self._server
+        if server.silence:
+            return server.silence
         try:
-            result = await self._session.call_tool(self.name, arguments)
+            calling = server.session.call_tool(self.name, arguments)
+            result = await asyncio.wait_for(calling, server.timeout_s)
+        except asyncio.TimeoutError:  # noqa: UP041  Another class before Python 3.11.
+            server.silence = (
+                f"Error: the server gave no answer to a call of {self.name} in "
+                f"{server.timeout_s:g} s, and is called no more"
+            )
+            sys.stderr.write(f"{server.silence} (expert.environments.turn_timeout_s)\n")
+            return server.silence
         # A lost connection has many types: anyio's, the system's, and codes of mcp's own error.
         except Exception as error:  # noqa: BLE001
             answer = getattr(error, "error", None)
@@ -84,6 +121,8 @@ def mcp_episode(
     """Episode with the tools of an MCP server over stdio, which each episode starts for itself.
 
     command: program and arguments. The rest is as for `tools_episode`; `run.state` is the session.
+    A call without an answer in 0.9 of `expert.environments.turn_timeout_s` is an error that the
+    policy reads, as is each later one of the episode.
     """
     check_reward(reward)
     limits = Limits(max_turns, max_tokens, max_result_chars)
@@ -92,11 +131,13 @@ def mcp_episode(
         from mcp import ClientSession, StdioServerParameters
         from mcp.client.stdio import stdio_client
 
-        server = StdioServerParameters(command=command[0], args=list(command[1:]))
-        async with stdio_client(server) as (reads, writes):
+        started = StdioServerParameters(command=command[0], args=list(command[1:]))
+        async with stdio_client(started) as (reads, writes):
             async with ClientSession(reads, writes) as session:
                 await session.initialize()
-                tools = [ServerTool(session, told) for told in await _listed(session)]
+                limit_s = _SHARE_OF_TURN * prompt.turn_timeout_s or None
+                server = Server(session, limit_s)
+                tools = [ServerTool(server, told) for told in await _listed(session)]
                 return await converse(
                     prompt, policy, tools, state=session, reward=reward, limits=limits
                 )

@@ -13,6 +13,8 @@ from typing import Any
 from verification.environments.policy import Outcome, ToGrade
 
 MAX_REASON_CHARS = 200
+LARGEST_PART = 1e24
+"""As in `megatron_rl/protocol/limits.py`, which the environment's Python may lack."""
 REST = "environment"
 """The part of a score that the outcome's parts leave of the reward."""
 
@@ -60,11 +62,10 @@ def _numbers(name: str, values: Any) -> list[float]:
 
 
 def _number(name: str, value: Any) -> float:
-    try:
-        # numpy's numbers count as Real too.
-        is_fit = isinstance(value, numbers.Real) and math.isfinite(value)
-    except OverflowError:  # A whole number that is larger than every float.
-        is_fit = False
-    if not is_fit:
-        raise BadOutcome(f"the outcome's {name} is {value!r:.200}, expected a finite number")
+    # numpy's numbers count as Real too. NaN is not below anything.
+    if not isinstance(value, numbers.Real) or not abs(value) <= LARGEST_PART:
+        raise BadOutcome(
+            f"the outcome's {name} is {value!r:.200}, expected a number from "
+            f"-{LARGEST_PART:g} to {LARGEST_PART:g}"
+        )
     return float(value)

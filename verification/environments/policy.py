@@ -49,6 +49,8 @@ class EpisodeInput:
     """Address of an OpenAI-compatible endpoint to the policy, for programs; "" for none."""
     key: str = ""
     """Key of this episode for the endpoint."""
+    turn_timeout_s: float = 0.0
+    """Seconds that the environment may take between two of its requests; 0: unknown."""
 
 
 @dataclass(frozen=True)

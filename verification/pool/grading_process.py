@@ -15,6 +15,7 @@ import msgspec
 
 from megatron_rl.config.reward import StepKind
 from megatron_rl.protocol.types import ScoreRequest
+from verification.comparisons import FORKED
 from verification.draft import Draft
 from verification.pool.faults import HOST
 from verification.pool.frames import Grade, Reply, pack, reply_decoder, unpack
@@ -89,6 +90,8 @@ class GradingProcess:
         self._unsent = bytearray()
         self._received = bytearray()
         self._last_words = last_words
+        self._searched_bytes = 0
+        """Of the child's stderr, by `find_forks`."""
         connection.setblocking(False)
 
     @property
@@ -247,12 +250,23 @@ class GradingProcess:
             os.close(self._pidfd)
             self._pidfd = None
 
+    def find_forks(self) -> list[str]:
+        """New lines of the child's stderr that say that a user's function forked and returned."""
+        descriptor = self._last_words.fileno()
+        size = os.fstat(descriptor).st_size
+        if size == self._searched_bytes:
+            return []
+        # The child writes at the offset of the same open file, which a read would move.
+        new = os.pread(descriptor, size - self._searched_bytes, self._searched_bytes)
+        self._searched_bytes += len(new)
+        return [line for line in new.decode(errors="replace").splitlines() if FORKED in line]
+
     def last_words(self) -> str:
-        """Last line of the child's stderr."""
+        """Last line of the child's stderr, but for those of `find_forks`: no item dies of them."""
         file = self._last_words
         file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
         lines = file.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else ""
+        return next((line for line in reversed(lines) if line and FORKED not in line), "")
 
     def close(self) -> None:
         """Close this end's files."""

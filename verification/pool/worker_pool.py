@@ -194,6 +194,7 @@ class WorkerPool:
         else:
             self._finish(process, reply)
             process.note_first(now)
+            self._note_forks(process)
         self._set_check(process)
         if process in self.suspects.processes and not process.items:
             # Only root may raise a priority again, so the process takes no other item.
@@ -360,6 +361,11 @@ class WorkerPool:
         else:
             kind = NOT_GRADED if outcome is Outcome.NOT_GRADED else UNGRADABLE
             self._fail(item, detail, kind)
+
+    def _note_forks(self, process: GradingProcess) -> None:
+        for line in process.find_forks() if self._name == CUSTOM else ():
+            if told := self._repetitions.note(line):
+                log.warning("%s", told)
 
     def _requeue(self, process: GradingProcess) -> None:
         # In front, in their old order: these items waited longest.

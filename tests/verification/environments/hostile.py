@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -134,6 +135,40 @@ async def multiply(prompt, policy):  # noqa: ANN001, ANN201
             (folder / str(os.getpid())).touch()
     while True:
         time.sleep(1)
+
+
+async def fork_and_go_on(prompt, policy):  # noqa: ANN001, ANN201
+    """The child goes on as the entry says, such as by waiting for the reply to its parent."""
+    turn = asyncio.ensure_future(policy.chat([]).say())
+    await asyncio.sleep(0)
+    if os.fork() == 0:
+        if prompt.entry == "listens":
+            await turn
+        if prompt.entry == "raises":
+            raise PolicyLimit("of a child")
+        if prompt.entry == "awaits":
+            await asyncio.sleep(0)
+        if prompt.entry == "asks":
+            await policy.chat([]).say()
+        return Outcome(7.0, "child")
+    # The child has time to do what it does.
+    time.sleep(0.3)
+    await asyncio.to_thread(time.sleep, 0.1)
+    try:
+        await turn
+    except PolicyLimit as limit:
+        return Outcome(1.0, limit.reason)
+
+
+async def ask_processes(prompt, policy):  # noqa: ANN001, ANN201
+    """Works in forked processes of multiprocessing."""
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=queue.put, args=(0.25,))
+    process.start()
+    reward = queue.get()
+    process.join()
+    return Outcome(reward, f"exit_{process.exitcode}")
 
 
 async def kill_keeper(prompt, policy):  # noqa: ANN001, ANN201

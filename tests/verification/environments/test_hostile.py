@@ -105,6 +105,8 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hostile]:
         ("return_it", "None", "bad_outcome", "returned a NoneType, expected an Outcome"),
         ("return_it", "1.0", "bad_outcome", "returned a float"),
         ("return_it", "Outcome(float('nan'), 'x')", "bad_outcome", "reward is nan"),
+        ("return_it", "Outcome(1e300, 'x')", "bad_outcome", r"reward is 1e\+300.*-1e\+24 to 1e"),
+        ("return_it", "Outcome(10**400, 'x')", "bad_outcome", "reward is 1000.* to 1e"),
         ("return_it", "Outcome('1', 'x')", "bad_outcome", "reward is '1'"),
         ("return_it", "policy.chat([{'role': 'user'}])", "exception", "is no message: expected"),
         ("return_it", "Outcome(1, 'x' * 201)", "bad_outcome", "reason is 'xxx"),
@@ -151,6 +153,15 @@ def test_output_is_logged_up_to_a_bound_and_the_episode_goes_on(hostile: Hostile
     assert logged[0] == "[hostile:named 9] " + f"{0:100}"
     assert logged[-1] == "[hostile:named 9] [further output is not logged]"
     assert abs(len(logged) - MAX_LOGGED_BYTES / 101) < 3
+
+
+def test_a_forked_child_says_nothing_to_the_host_and_is_named_once(tmp_path: Path) -> None:
+    with Hostile(tmp_path, turn_timeout_s=TURN_TIMEOUT_S) as hostile:
+        for what in ("returns", "raises", "awaits", "asks", "listens") * 2:
+            end = hostile.wait(hostile.start("fork_and_go_on", what))
+            assert end == Outcome(1.0, "out_of_tokens"), what
+        assert hostile.log().count("hostile:named forked and its child returned") == 1
+        assert hostile.wait(hostile.start("ask_processes")) == Outcome(0.25, "exit_0")
 
 
 def test_hung_episodes_are_given_up_in_time_and_delay_no_other(

@@ -1,6 +1,7 @@
 """The tools of an MCP server; with a real server where an interpreter has the package `mcp`."""
 
 import asyncio
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.verification.environments.running import run
-from verification.environments.mcp_server import ServerTool
+from verification.environments.mcp_server import Server, ServerTool
 from verification.environments.policy import Call, EpisodeInput, Outcome, Reply, Say, Unavailable
 from verification.environments.settings import EnvironmentFailed
 
@@ -30,6 +31,8 @@ def look(word: str) -> str:
         raise ValueError("no such word")
     if word == "fatal":
         os._exit(3)
+    if word == "half":
+        return "\\udcff"
     return f"{word} is a fruit"
 
 server.run()
@@ -72,7 +75,9 @@ words = mcp_episode([sys.executable, os.path.join(os.path.dirname(__file__), "se
 """
 
 
-def play(folder: Path, *looked_up: str, said: list[Say], server: str = SERVER) -> Any:
+def play(
+    folder: Path, *looked_up: str, said: list[Say], server: str = SERVER, **changes: Any
+) -> Any:
     """The end of an episode in which the policy looks up words at once, then replies."""
     if not PYTHON:
         pytest.skip("no mcp: set MEGATRON_RL_MCP_PYTHON to an interpreter that has it")
@@ -87,8 +92,9 @@ def play(folder: Path, *looked_up: str, said: list[Say], server: str = SERVER) -
 
     task = EpisodeInput("id", "t", [{"role": "user", "content": "look"}], answer="fruit")
     return run(
-        folder, "words_of_tests:words", answer, task=task, python=PYTHON, paths=(str(folder),)
-    )
+        folder, "words_of_tests:words", answer,
+        task=task, python=PYTHON, paths=(str(folder),), **changes,
+    )  # fmt: skip
 
 
 def test_tools_of_a_server_are_offered_called_and_their_errors_told(tmp_path: Path) -> None:
@@ -100,6 +106,18 @@ def test_tools_of_a_server_are_offered_called_and_their_errors_told(tmp_path: Pa
     first, second, third = (message["content"] for message in said[1].messages)
     assert (first, third) == ("fig is a fruit", "plum is a fruit")
     assert second.startswith("Error") and "look" in second  # mcp 2.3 hides "no such word".
+
+
+def test_a_result_that_the_server_cannot_write_is_an_error_of_the_call(tmp_path: Path) -> None:
+    said: list[Say] = []
+    calls = ("fig", "half", "plum", "\udcff")
+    # Only the first is answered.
+    end = play(tmp_path, *calls, said=said, turn_timeout_s=12.0)
+    assert end == Outcome(1.0, "correct")
+    first, second, third, fourth = (message["content"] for message in said[1].messages)
+    assert first == "fig is a fruit" and "are no text" in fourth
+    assert second == third
+    assert second.startswith("Error: the server gave no answer to a call of look in 10.8 s")
 
 
 def test_all_pages_of_the_list_of_tools_are_offered(tmp_path: Path) -> None:
@@ -129,8 +147,35 @@ def call(error: Exception) -> str:
     async def call_tool(name: str, arguments: dict[str, Any]) -> None:
         raise error
 
+    tool = tool_of(SimpleNamespace(call_tool=call_tool), 60.0)
+    return asyncio.run(tool.function(word="fig"))
+
+
+def tool_of(session: Any, timeout_s: float) -> ServerTool:
     told = SimpleNamespace(name="look", description="", input_schema={})
-    return asyncio.run(ServerTool(SimpleNamespace(call_tool=call_tool), told).function(word="fig"))
+    return ServerTool(Server(session, timeout_s), told)
+
+
+def test_a_server_that_falls_silent_is_an_error_of_the_call_and_is_called_no_more() -> None:
+    called: list[str] = []
+
+    async def call_tool(name: str, arguments: dict[str, Any]) -> None:
+        called.append(arguments["word"])
+        await asyncio.Event().wait()
+
+    tool = tool_of(SimpleNamespace(call_tool=call_tool), 0.05)
+    first, second = (asyncio.run(tool.function(word=word)) for word in ("fig", "plum"))
+    assert first == second and called == ["fig"]
+    assert first.startswith("Error: the server gave no answer to a call of look in 0.05 s")
+
+
+def test_arguments_that_no_message_can_carry_are_told_to_the_policy() -> None:
+    tool = tool_of(SimpleNamespace(), 60.0)
+    assert tool.find_fault({"word": ["fig", "🙂"]}) == ""
+    # Half of a surrogate pair, as a policy escapes it in the JSON of a call.
+    halves = json.loads('{"word": ["\\udcff"]}')
+    assert "are no text: 'utf-8' codec can't encode" in tool.find_fault(halves)
+    assert tool.find_fault(["fig"]) == "the arguments of look are no object"
 
 
 def test_an_error_that_the_server_answers_is_told_to_the_policy() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -102,6 +103,11 @@ def not_a_number(answer: str, request: ScoreRequest) -> float:
     return float("nan")
 
 
+def astronomic(answer: str, request: ScoreRequest) -> float:
+    """An extra reward at the limit."""
+    return 1e24
+
+
 def compute(answer: str, request: ScoreRequest) -> bool:
     """Right after request.entry seconds of CPU time."""
     end_s = time.process_time() + float(request.entry)
@@ -148,3 +154,53 @@ def hang_in_a_child(answer: str, request: ScoreRequest) -> bool:
     """Calls a program that computes without end."""
     subprocess.run([sys.executable, "-c", "while True: pass"])
     return True
+
+
+def fork_and_return(answer: str, request: ScoreRequest) -> bool:
+    """The child returns first, with the opposite verdict."""
+    is_right = answer == request.answer
+    if os.fork() == 0:
+        return not is_right
+    time.sleep(0.2)
+    return is_right
+
+
+def fork_and_raise(answer: str, request: ScoreRequest) -> bool:
+    """The child raises."""
+    if os.fork() == 0:
+        sys.exit("the child is done")
+    time.sleep(0.2)
+    return answer == request.answer
+
+
+async def fork_and_await(answer: str, request: ScoreRequest) -> bool:
+    """The child returns first; then the parent needs its event loop, with a thread."""
+    is_right = answer == request.answer
+    if os.fork() == 0:
+        return not is_right
+    await asyncio.to_thread(time.sleep, 0.2)
+    return is_right
+
+
+def half_of_parent(answer: str, request: ScoreRequest) -> float:
+    """An extra reward whose child returns another number."""
+    if os.fork() == 0:
+        return 1.0
+    time.sleep(0.2)
+    return 0.5
+
+
+def obey_quietly(answer: str, request: ScoreRequest) -> bool:
+    """As a user's comparison that does nothing else."""
+    return answer == request.answer
+
+
+def ask_processes(answer: str, request: ScoreRequest) -> bool:
+    """Compares in forked processes of multiprocessing."""
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=lambda: queue.put(answer == request.answer))
+    process.start()
+    is_right = queue.get()
+    process.join()
+    return bool(is_right) and process.exitcode == 0

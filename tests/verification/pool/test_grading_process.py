@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from verification.comparisons import FORKED
 from verification.pool.grading_process import GradingProcess
 
 
@@ -40,3 +41,12 @@ def test_so_may_one_that_was_doomed_before_its_birth(process: GradingProcess) ->
     process.on_birth(*dead_child())
     process.on_death(3)
     assert process.exit_code == 3
+
+
+def test_a_child_that_forked_is_found_once_and_is_no_last_word() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, tempfile.TemporaryFile() as stderr:
+        process = GradingProcess(0, ours, stderr)
+        os.write(stderr.fileno(), f"a word\n\n'mine:f' {FORKED}\n".encode())
+        assert process.find_forks() == [f"'mine:f' {FORKED}"] and process.find_forks() == []
+        assert process.last_words() == "a word"
