@@ -116,7 +116,10 @@ class ControlTokens:
         while size < len(text):
             begin = text[:size].split(guard)
             if sum(len(self._renderer.encode(piece)) for piece in begin) > enough:
-                raise TooManyTokens(f"the text has more than {max(0, most)} tokens")
+                raise TooManyTokens(
+                    f"the text has more than {max(0, most)} tokens, the room in "
+                    f"generator.context_tokens = {self._renderer.context_tokens}"
+                )
             size *= _GROWTH
 
 
