@@ -88,7 +88,7 @@ class Histories:
             opened = self.renderer.opened([*earlier, *messages], task)
             if tools and not offered:
                 opened = with_tools(opened, tools)
-            ids = self._turns.start(opened, offered)
+            ids = self._turns.start(opened, offered, most=self.renderer.context_tokens)
         except RecursionError as error:
             raise RenderError("the messages or tools are nested too deeply") from error
         for turn in reversed(parent.path if parent is not None else []):

@@ -18,7 +18,7 @@ from generation.scoring_engine import ScoringEngine, judge_context
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.chat_template import RenderError
-from megatron_rl.protocol.control_tokens import ControlTokens
+from megatron_rl.protocol.control_tokens import ControlTokens, TooManyTokens
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.rollout import Sampling
 from megatron_rl.protocol.scorer_messages import Judged, JudgeRequest
@@ -50,7 +50,10 @@ class Judge:
 
     async def _ask(self, request: JudgeRequest) -> Judged:
         try:
-            prompt = self._tokens.render(msgspec.to_builtins(request.messages))
+            room = self._renderer.context_tokens
+            prompt = self._tokens.render(msgspec.to_builtins(request.messages), most=room)
+        except TooManyTokens as error:
+            raise RequestRefused(f"{error}; {self._limits()}") from error
         except RenderError as error:
             raise RequestRefused(f"the judge's chat template: {error}") from error
         if not request.verdicts:
@@ -79,9 +82,14 @@ class Judge:
         room = self._renderer.context_tokens
         if not 0 < max_tokens <= room - len(prompt):
             raise RequestRefused(
-                f"messages of {len(prompt)} tokens with a reply of {max_tokens}; the judge has "
-                f"room for {room} (expert.scorer.kv_tokens, and the positions of its model)"
+                f"messages of {len(prompt)} tokens with a reply of {max_tokens}; {self._limits()}"
             )
+
+    def _limits(self) -> str:
+        return (
+            f"the judge has room for {self._renderer.context_tokens} (expert.scorer.kv_tokens, and "
+            "the positions of its model)"
+        )
 
 
 def judge_renderer(config: Config) -> Renderer | None:

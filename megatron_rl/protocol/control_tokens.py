@@ -56,14 +56,16 @@ class ControlTokens:
         self._starts = _starts_of(tokens)
         self._own_starts = _starts_of(tokens.keys() - thoughts)
 
-    def render(self, messages: Sequence[Turn], tools: Sequence[Tool] = ()) -> list[int]:
-        """Token ids of messages, up to where the reply begins. Raises RenderError."""
+    def render(
+        self, messages: Sequence[Turn], tools: Sequence[Tool] = (), *, most: int | None = None
+    ) -> list[int]:
+        """Token ids of messages, up to where the reply begins. Raises as `encode`."""
         guard = unused_character(messages, tools)
         text = self._renderer.template.render(
             [self.mark_turn(turn, guard) for turn in messages],
             tools=[self.mark_tool(tool, guard) for tool in tools],
         )
-        return self.encode(text, guard)
+        return self.encode(text, guard, most=most)
 
     def at(self, text: str, place: int = 0) -> str:
         """The control token that a text has at this place; "": none."""
@@ -87,7 +89,7 @@ class ControlTokens:
     def encode(self, text: str, guard: str, *, most: int | None = None) -> list[int]:
         """Token ids of rendered text.
 
-        most: tokens that its reader has room for; None: the context. A text with many more is not
+        most: tokens that its reader has room for; None: any number. A text with many more is not
         read to its end, as to tokenize megabytes takes seconds. A text with a few more is encoded.
         Raises TooManyTokens; RenderError for text that is no Unicode, that gets other tokens than
         it spells, or that has a token that the model does not have.
@@ -96,7 +98,8 @@ class ControlTokens:
             text.encode()
         except UnicodeEncodeError as error:
             raise RenderError(f"a message is no text: {error}") from error
-        self._check_size(text, guard, self._renderer.context_tokens if most is None else most)
+        if most is not None:
+            self._check_size(text, guard, most)
         pieces = text.split(guard)
         ids = [token for piece in pieces for token in self._renderer.encode(piece)]
         meant = sum(one != self._unknown for piece in pieces for one in self._texts.findall(piece))
@@ -116,10 +119,7 @@ class ControlTokens:
         while size < len(text):
             begin = text[:size].split(guard)
             if sum(len(self._renderer.encode(piece)) for piece in begin) > enough:
-                raise TooManyTokens(
-                    f"the text has more than {max(0, most)} tokens, the room in "
-                    f"generator.context_tokens = {self._renderer.context_tokens}"
-                )
+                raise TooManyTokens(f"the text has more than {max(0, most)} tokens")
             size *= _GROWTH
 
 

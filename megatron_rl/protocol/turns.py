@@ -95,18 +95,20 @@ class Turns:
             for reason, names in kinds.items()
         ]
 
-    def start(self, messages: Sequence[Turn], tools: Sequence[Tool] = ()) -> list[int]:
+    def start(
+        self, messages: Sequence[Turn], tools: Sequence[Tool] = (), *, most: int | None = None
+    ) -> list[int]:
         """Prompt token ids of a first turn, up to where the reply begins.
 
-        Raises RenderError if the template refuses the messages or writes no tools; and
-        TooManyTokens for messages that the context has no room for.
+        most: as for `ControlTokens.encode`. Raises RenderError if the template refuses the messages
+        or writes no tools; and TooManyTokens.
         """
         if tools and "tools" not in self._template.reads:
             raise RenderError(
                 f"the chat template writes no tools, and {len(tools)} are offered: describe them "
                 "in a system message, or give a render.chat_template that writes them"
             )
-        return self._tokens.render(messages, tools)
+        return self._tokens.render(messages, tools, most=most)
 
     def call(
         self,
