@@ -42,6 +42,8 @@ _OF_THE_RUN = (
     "disable-overlap-schedule", "quantization", "enable-return-routed-experts",
     "enable-memory-saver", "skip-tokenizer-init", "nccl-port", "nnodes", "node-rank",
     "dist-init-addr", "moe-runner-backend",
+    # The opposite of --disable-shared-experts-fusion.
+    "enforce-shared-experts-fusion",
     # Where an engine runs, and which peers may reach it.
     "help", "config", "device", "base-gpu-id", "gpu-id-step", "nccl-init-addr", "use-ray",
     "revision", "api-key", "admin-api-key", "ssl-*", "enable-ssl-refresh", "enable-http2",
@@ -61,7 +63,17 @@ _OF_WEIGHTS = (
     "ep-num-redundant-experts", "init-expert-location", "elastic-ep-*", "enable-elastic-*",
     "max-ep-size", "kt-*", "cpu-offload-gb", "offload-*", "ple-offload-*", "enable-paged-experts",
     "enable-weights-cpu-backup", "enable-draft-weights-cpu-backup", "dllm-*", "encoder-*",
+    # It would undo --disable-shared-experts-fusion (0.5.23, arg_groups/overrides.py:1564).
+    "enable-waterfill",
+    # Most of its choices divide experts over all ranks (overrides.py:1611), and each rank then has
+    # the whole shared expert (deepseek_v2.py:873). Slices go by generator.expert_parallel.
+    "moe-a2a-backend",
 )  # fmt: skip
+_OF_KERNELS = (
+    # They keep copies of weights: model._derived_weight_cache_error of kernel_plugins/*/binding.py.
+    "enable-nvidia-megakernel", "enable-amd-monokernel", "monokernel-backend",
+)  # fmt: skip
+_OF_LOGPROBS = ("enable-watermark", "watermark-*")
 _OF_VERSIONS = (
     # Keys and values that outlive the weights they were computed with.
     "enable-hierarchical-cache", "enable-hicache", "hicache-*", "enable-lmcache", "lmcache-*",
@@ -73,6 +85,8 @@ _REASONS = {
     "the run sets it itself": _OF_THE_RUN,
     "the trainer's weights would not reach all that computes": _OF_WEIGHTS,
     "tokens could come from weights of another version than they say": _OF_VERSIONS,
+    "SGLang would refuse every weight sync": _OF_KERNELS,
+    "tokens would be drawn from another distribution than their logprobs say": _OF_LOGPROBS,
 }
 
 

@@ -151,6 +151,8 @@ def server_environment(setup: EngineSetup, folder: Path | None = None) -> dict[s
     return {**setup.env, **shims} | {
         # SGLang would permute experts again at every end of an update (0.5.23, unquant.py:936).
         "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0",
+        # With 1 its logprobs are those before the temperature (layers/sampler.py:321).
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
         ORDERS_VARIABLE: str(setup.orders or orders_path(setup.log_path)),
     }

@@ -174,6 +174,8 @@ class Backend:
         order = parallel_state.RankGenerator(
             **sizes, ep=1, dp=parallel.data, order="tp-cp-ep-dp-pp"
         )
+        # Every rank must be in one of these groups. torch 2.14 lets ranks outside a new group split
+        # the bound default group, for which NCCL needs all ranks; members of a gloo group never do.
         group, _ = dist.new_subgroups_by_enumeration(
             order.get_ranks("tp-cp-pp"),
             timeout=datetime.timedelta(seconds=timeout_s),

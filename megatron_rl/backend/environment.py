@@ -28,12 +28,18 @@ ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 _LIBRARIES = {"CUDNN_HOME": "cudnn", "NVRTC_HOME": "cu13", "CURAND_HOME": "cu13"}
 """Variable of TransformerEngine -> folder of NVIDIA's packages next to torch."""
 _LINKED = "LD_LIBRARY_PATH"
-_RANK_SETTINGS = {
+BATCHED_RING = "NVTE_BATCH_MHA_P2P_COMM"
+"""TransformerEngine's variable for sends and receives of context ranks; read at each exchange."""
+RANK_SETTINGS = {
     # Megatron and TransformerEngine order communication before products only with one queue.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # Without it TransformerEngine's ring sends and receives outside a batch. NCCL runs these one
+    # after the other in groups bound to a device, so ranks would wait for each other in a row.
+    BATCHED_RING: "1",
     # DeepEP, which Megatron imports, would stop at another NCCL that a host preloads.
     "EP_SUPPRESS_NCCL_CHECK": "1",
 }
+"""Variables of a trainer rank on CUDA, unless the launcher's environment has others."""
 _THREADS = "OMP_NUM_THREADS"
 DETERMINISTIC = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -127,7 +133,7 @@ def ranks_environment(
         return variables
     # torchrun gives a rank one thread where the variable is not set.
     threads = max(1, (cores or len(os.sched_getaffinity(0))) // ranks)
-    wanted = _homes() | _RANK_SETTINGS | {_THREADS: str(threads)}
+    wanted = _homes() | RANK_SETTINGS | {_THREADS: str(threads)}
     if expandable_segments and not ALLOCATOR & given.keys():
         wanted["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     variables |= {name: value for name, value in wanted.items() if name not in given}

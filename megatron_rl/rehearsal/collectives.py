@@ -1,6 +1,6 @@
 """torch's collectives as events. They are seen where torch dispatches them, whoever calls them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,10 +63,23 @@ def given_by(operation: str, args: tuple[Any, ...]) -> list[Tensor]:
     return tensors_in(args[1 if operation in _OUTPUT_FIRST else 0])
 
 
-def answer(operation: Any, args: tuple[Any, ...]) -> Any:
-    """What the operation returns where nothing is sent."""
-    work = Work.boxed(FakeWork())
-    return (args[0], work) if len(operation._schema.returns) == 2 else work
+class AwaitedWork(Work):
+    """Work of an operation that sends nothing. It calls `wait_begins` when a rank waits for it."""
+
+    def __init__(self, wait_begins: Callable[[], object]) -> None:
+        super().__init__()
+        self._wait_begins = wait_begins
+
+    def wait(self, *limit: Any) -> bool:
+        """As torch's."""
+        self._wait_begins()
+        return True
+
+
+def answer(operation: Any, args: tuple[Any, ...], work: Work | None = None) -> Any:
+    """What the operation returns where nothing is sent. work: default: torch's own."""
+    boxed = Work.boxed(work or FakeWork())
+    return (args[0], boxed) if len(operation._schema.returns) == 2 else boxed
 
 
 def group_name(group: dist.ProcessGroup) -> str:

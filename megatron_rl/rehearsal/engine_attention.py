@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.backend.environment import BATCHED_RING, RANK_SETTINGS
 from megatron_rl.plan.flops import causal_pairs
 from megatron_rl.rehearsal import observed
 
@@ -90,11 +91,13 @@ def _exchange(layer: "DotProductAttention", sent: Tensor, got: Tensor) -> None:
     pairs = [(dist.isend, sent, target), (dist.irecv, got, source)]
     if rank % 2:
         pairs.reverse()
-    if layer.ranks == 2 or int(os.environ.get("NVTE_BATCH_MHA_P2P_COMM", "0")):
+    if layer.ranks == 2 or int(os.environ.get(BATCHED_RING, RANK_SETTINGS[BATCHED_RING])):
         dist.batch_isend_irecv([dist.P2POp(*pair, group) for pair in pairs])
         return
-    for issue, tensor, peer in pairs:
-        issue(tensor, peer, group)
+    # Both are issued before the rank waits for one of them.
+    works = [issue(tensor, peer, group) for issue, tensor, peer in pairs]
+    for work in works:
+        work.wait()
 
 
 class DotProductAttention(torch.nn.Module):

@@ -30,6 +30,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Rank at the other end of a send or a receive."""
     batch: int = 0
     """Number of the batch that issued it with others at once; 0: alone."""
+    waited: int = 0
+    """Of a send or receive outside a batch: place of the first event after the rank's wait for it.
+    0: the rank waits at the end."""
     phase: str = ""
     flops: int = 0
     """That the rank has computed in the step before it."""

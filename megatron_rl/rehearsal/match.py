@@ -2,8 +2,12 @@
 
 Each rank's events are played in its order. A collective ends when every rehearsed rank of its group
 has come to it. A batch of sends and receives ends when each has its counterpart, because NCCL makes
-it one kernel. A receive outside a batch ends when its counterpart was sent, and a send at once.
-Ranks that were not rehearsed are taken to do their part.
+it one kernel. A rank waits for both before its next event.
+
+A send or receive outside a batch ends with its counterpart too. Until then the rank continues, but
+not in the same group: groups bound to a device (`device_id`) run one operation after the other. Nor
+does it continue beyond the place where it waits for the operation. A send to memory that processes
+share ends at once. Ranks that were not rehearsed are taken to do their part.
 """
 
 from collections import defaultdict
@@ -14,6 +18,7 @@ from megatron_rl.rehearsal.events import Event, Trace
 
 MAX_FINDINGS = 20
 _SHOWN_FRAMES = 6
+_PAIRS = ("send", "recv")
 
 
 @dataclass(eq=False)
@@ -22,12 +27,16 @@ class _Player:
 
     trace: Trace
     at: int = 0
+    pending: list[int] = field(default_factory=list)
+    """Sends and receives outside of batches that have not ended, in the order of their issue."""
+    arrived: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of receives outside of batches that have ended before a wait: (rank, place) of the send."""
     done: set[int] = field(default_factory=set)
     """Events of the batch that it has come to which have their counterparts."""
     posted: set[int] = field(default_factory=set)
-    """Sends of the batch that their receivers may take."""
+    """Sends that their receivers may take."""
     sources: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Of its receives that are done: (rank, place) of the send."""
+    """Of the batch's receives that are done: (rank, place) of the send."""
     has_begun: bool = False
     """The watcher was told that the rank has reached its batch."""
 
@@ -44,6 +53,26 @@ class _Player:
             end += 1
         return range(self.at, end)
 
+    def obstacle(self) -> Event | None:
+        """A send or receive outside a batch that must end before the next event begins."""
+        events, groups = self.trace.events, set()
+        if self.event is not None and not _is_single(self.event):
+            groups = {events[place].group for place in self.batch()}
+        for place in self.pending:
+            if self.is_due(place) or events[place].group in groups:
+                return next(e for e in map(events.__getitem__, self.pending)
+                            if e.group == events[place].group)  # fmt: skip
+        return None
+
+    def is_due(self, place: int) -> bool:
+        """Whether the rank waits for this event before the next one."""
+        event = self.trace.events[place]
+        return self.event is None or self.is_shared(event) or 0 < event.waited <= self.at
+
+    def is_shared(self, event: Event) -> bool:
+        """Whether it goes through memory of the host, which has no group of ranks."""
+        return not self.trace.groups[event.group]
+
 
 class Watcher:
     """Hears how a step goes on, in an order in which causes come before effects. Does nothing.
@@ -55,10 +84,13 @@ class Watcher:
         """Ranks have ended a collective together."""
 
     def exchanged(self, rank: int, places: range, sources: Mapping[int, tuple[int, int]]) -> None:
-        """A rank has ended a batch. sources: of each receive, (rank, place) of its send."""
+        """A rank has waited for a batch, or for one receive.
+
+        sources: of each receive, (rank, place) of its send.
+        """
 
     def reached(self, rank: int, places: range) -> None:
-        """A rank has come to a batch of sends and receives."""
+        """A rank issues a batch of sends and receives, or one of them alone."""
 
 
 def find_faults(traces: Sequence[Trace], watcher: Watcher | None = None) -> list[str]:
@@ -100,7 +132,7 @@ class _Game:
                     has_moved = True
                     if len(self.findings) >= MAX_FINDINGS:
                         return
-        stuck = [player for player in self._players.values() if player.event is not None]
+        stuck = [player for player in self._players.values() if _is_stuck(player)]
         if stuck:
             self.findings.append(self._describe_deadlock(stuck))
         for (sender, receiver, group), places in sorted(self._sent.items()):
@@ -112,19 +144,27 @@ class _Game:
                 )
 
     def _move(self, player: _Player) -> bool:
-        event = player.event
+        has_moved, event = self._settle(player), player.event
+        if player.obstacle() is not None:
+            return has_moved
+        self._tell_arrivals(player)
         if event is None:
-            return False
-        if event.kind in ("send", "recv"):
-            return self._move_pairs(player)
-        return self._move_group(player, event)
+            return has_moved
+        if _is_single(event):
+            self._watcher.reached(player.trace.rank, player.batch())
+            player.pending.append(player.at)
+            player.at += 1
+            return True
+        if event.kind in _PAIRS:
+            return self._move_pairs(player) or has_moved
+        return self._move_group(player, event) or has_moved
 
     # --- collectives ----------------------------------------------------------------------------
 
     def _move_group(self, player: _Player, event: Event) -> bool:
         members = [self._players[rank] for rank in self._groups[event.group]]
         theirs = [other.event for other in members]
-        if not all(_has_come_to(other, event.group) for other in theirs):
+        if not all(_has_come_to(other, event.group) for other in members):
             return False
         for other, its in zip(members, theirs, strict=True):
             assert its is not None
@@ -135,12 +175,37 @@ class _Game:
                     + self._both_stacks((player.trace.rank, event), (other.trace.rank, its))
                 )
                 break
+        for other in members:
+            self._tell_arrivals(other)
         self._watcher.met([m.trace.rank for m in members], [m.at for m in members])
         for other in members:
             other.at += 1
         return True
 
     # --- sends and receives ---------------------------------------------------------------------
+
+    def _settle(self, player: _Player) -> bool:
+        """Complete what is pending in the rank, the first of each group before the next."""
+        has_moved, busy = False, set()
+        for place in list(player.pending):
+            event = player.trace.events[place]
+            if event.group in busy:
+                continue
+            if event.kind == "send" and place not in player.posted:
+                self._post(player, place)
+                has_moved = True
+            elif event.kind == "recv" and self._receive(player, place):
+                self._end(player, place)
+                has_moved = True
+            if place in player.pending:
+                busy.add(event.group)
+        return has_moved
+
+    def _tell_arrivals(self, player: _Player) -> None:
+        """Tell the watcher of receives that the rank has waited for."""
+        for place in [each for each in player.arrived if player.is_due(each)]:
+            source = {place: player.arrived.pop(place)}
+            self._watcher.exchanged(player.trace.rank, range(place, place + 1), source)
 
     def _move_pairs(self, player: _Player) -> bool:
         """Complete those sends and receives of the rank's batch whose counterparts are there."""
@@ -164,20 +229,26 @@ class _Game:
             self._watcher.exchanged(player.trace.rank, places, player.sources)
             player.at, player.has_begun = places.stop, False
             player.done.clear()
-            player.posted.clear()
+            player.posted.difference_update(places)
             player.sources.clear()
             return True
         return has_moved
 
     def _post(self, player: _Player, place: int) -> None:
-        """Let the receiver take a send. That ends it, if it is one of a batch."""
+        """Let the receiver take a send, which ends it."""
         event = player.trace.events[place]
         is_awaited = event.peer in self._players
         if is_awaited:
             self._sent[player.trace.rank, event.peer, event.group].append(place)
         player.posted.add(place)
-        if not (is_awaited and event.batch):
+        if not is_awaited or player.is_shared(event):
+            self._end(player, place)
+
+    def _end(self, player: _Player, place: int) -> None:
+        if player.trace.events[place].batch:
             player.done.add(place)
+        elif place in player.pending:
+            player.pending.remove(place)
 
     def _receive(self, player: _Player, place: int) -> bool:
         event = player.trace.events[place]
@@ -187,11 +258,11 @@ class _Game:
         if not waiting:
             return False
         source = waiting.pop(0)
-        player.sources[place] = event.peer, source
+        sources = player.sources if event.batch else player.arrived
+        sources[place] = event.peer, source
         sender = self._players[event.peer]
         sent = sender.trace.events[source]
-        if sent.batch:
-            sender.done.add(source)
+        self._end(sender, source)
         if (sent.bytes, sent.dtype) != (event.bytes, event.dtype):
             self.findings.append(
                 f"{sender.trace.name} sends {self._words(sent)}, and {player.trace.name} receives "
@@ -206,14 +277,13 @@ class _Game:
         """Two ranks that wait, the first of them for the second."""
         one, other = stuck[0], self._awaited(stuck[0])
         seen = [one]
-        while other is not None and other.event is not None and other not in seen:
+        while other is not None and _stops_at(other) is not None and other not in seen:
             seen.append(other)
             one, other = other, self._awaited(other)
         # Now it waits for one of those before, or for one that has ended.
         assert other is not None, "a rank that waits for nobody moves"
-        waits = one.event
+        waits, theirs = _stops_at(one), _stops_at(other)
         assert waits is not None
-        theirs = other.event
         if theirs is None:
             return (
                 f"{one.trace.name} waits in {self._words(waits)} of {waits.group} for "
@@ -228,17 +298,19 @@ class _Game:
 
     def _awaited(self, player: _Player) -> _Player | None:
         """A rank without which this one cannot go on."""
-        event = player.event
+        obstacle, event = player.obstacle(), player.event
+        if obstacle is not None:
+            return self._players[obstacle.peer]
         if event is None:
             return None
-        if event.kind in ("send", "recv"):
+        if event.kind in _PAIRS:
             left = [
                 player.trace.events[place] for place in player.batch() if place not in player.done
             ]
             return self._players[left[0].peer]
         for rank in self._groups[event.group]:
             other = self._players[rank]
-            if not _has_come_to(other.event, event.group):
+            if not _has_come_to(other, event.group):
                 return other
         return None
 
@@ -269,9 +341,27 @@ class _Game:
         return "\n".join(f"    {a:<{width}}{b}" for a, b in zip(left, right, strict=True))
 
 
-def _has_come_to(event: Event | None, group: str) -> bool:
-    """Whether a rank whose next event it is takes part in the group's next collective."""
-    return event is not None and event.group == group and event.kind not in ("send", "recv")
+def _is_single(event: Event) -> bool:
+    """Whether it is a send or receive outside a batch."""
+    return event.kind in _PAIRS and not event.batch
+
+
+def _is_stuck(player: _Player) -> bool:
+    """Whether its step does not end, for another reason than a send that nobody receives."""
+    left = [player.trace.events[place].kind for place in player.pending]
+    return player.event is not None or "recv" in left
+
+
+def _stops_at(player: _Player) -> Event | None:
+    return player.obstacle() or player.event
+
+
+def _has_come_to(player: _Player, group: str) -> bool:
+    """Whether a rank takes part in the group's next collective now."""
+    event = player.event
+    if event is None or event.group != group or event.kind in _PAIRS:
+        return False
+    return player.obstacle() is None
 
 
 def _signature(event: Event) -> tuple[str, int, str, str]:

@@ -64,6 +64,8 @@ def rehearse_rank(
     backend.init_distributed(cfg.parallel, seed=cfg.run.seed, timeout_s=60)
     tracer = Tracer(DEVICE)
     observed.add_flops, observed.read_lengths = tracer.add_flops, tracer.lengths
+    # A host that waits for the device waits for all that it has issued.
+    torch.cuda.synchronize = lambda device=None: tracer.note_waits()
     observed.know, observed.in_purpose = tracer.know, tracer.memory.in_purpose
     with tracer, batches_marked(tracer), modules_named(tracer):
         with tracer.in_phase("build"):

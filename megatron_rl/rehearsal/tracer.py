@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron_rl.rehearsal.collectives import (
     KINDS,
+    AwaitedWork,
     answer,
     detail_of,
     given_by,
@@ -68,8 +70,8 @@ class Tracer(TorchDispatchMode):
         self._stacks: dict[Stack, int] = {}
         self._reads: Counter[tuple[str, int, bool]] = Counter()
         self._copied: Counter[str] = Counter()
-        self._batch = 0
-        self._batches = 0
+        self._batch = self._batches = 0
+        self._pending: dict[int, AwaitedWork] = {}
         self._thread = threading.local()
 
     # --- what was recorded ----------------------------------------------------------------------
@@ -113,6 +115,7 @@ class Tracer(TorchDispatchMode):
         self.kernels.clear()
         self._reads.clear()
         self._copied.clear()
+        self._pending.clear()
         self.flops = self._batches = 0
         self.memory.begin_again()
 
@@ -156,6 +159,13 @@ class Tracer(TorchDispatchMode):
             yield
         finally:
             self._batch = 0
+
+    def note_waits(self, *places: int) -> None:
+        """The rank waits for these sends and receives; without places: for all that it issued."""
+        for place in places or tuple(self._pending):
+            if self._pending.pop(place, None):
+                event = self.events[place]
+                self.events[place] = msgspec.structs.replace(event, waited=len(self.events))
 
     def know(self, tensor: Tensor, values: Tensor) -> None:
         """Values of a tensor that the host has sent."""
@@ -295,8 +305,7 @@ class Tracer(TorchDispatchMode):
     # --- collectives ----------------------------------------------------------------------------
 
     def _collective(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        name = name_of(func)
-        kind = KINDS.get(name)
+        kind = KINDS.get(name := name_of(func))
         if kind is None:
             raise NotImplementedError(f"a rehearsal does not know torch's collective {name}")
         group = group_of(args)
@@ -319,7 +328,10 @@ class Tracer(TorchDispatchMode):
             self._follow_on_host(kind, args, group.rank())
         else:
             self._follow(kind, name, args, ranks)
-        return answer(func, args)
+        place = len(self.events) - 1
+        if is_pair and not self._batch:
+            self._pending[place] = AwaitedWork(lambda: self.note_waits(place))
+        return answer(func, args, self._pending.get(place))
 
     def issued(self, group: str, ranks: list[int], **fields: Any) -> None:
         """Record that the rank has issued something. fields: the others of an Event."""

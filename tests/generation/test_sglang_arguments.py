@@ -24,6 +24,10 @@ print(json.dumps([judge(Question(command, extra), parser) for extra in asked]))
 COMMAND = ["--model-path=/m", "--tp-size=2", "--stream-interval=1", "--device", "cpu"]
 SET_BY_THE_RUN = "the run sets it itself; leave it out"
 BY_WEIGHTS = "the trainer's weights would not reach all that computes; leave it out"
+BY_LOGPROBS = (
+    "tokens would be drawn from another distribution than their logprobs say; leave it out"
+)
+BY_SYNCS = "SGLang would refuse every weight sync; leave it out"
 BY_VERSIONS = "tokens could come from weights of another version than they say; leave it out"
 
 
@@ -47,6 +51,15 @@ def test_what_breaks_a_run_is_refused_and_the_rest_is_sglangs_to_judge() -> None
         "load-format": ("dummy", BY_WEIGHTS),
         "speculative-algorithm": ("EAGLE", BY_WEIGHTS),
         "enable-lora": (True, BY_WEIGHTS),
+        "enable-waterfill": (True, BY_WEIGHTS),
+        "enforce-shared-experts-fusion": (True, SET_BY_THE_RUN),
+        "moe-a2a-backend": ("deepep", BY_WEIGHTS),
+        "enable-nvidia-megakernel": (True, BY_SYNCS),
+        "enable-amd-monokernel": (True, BY_SYNCS),
+        # The same by an older name.
+        "monokernel-backend": ("amd", BY_SYNCS),
+        "enable-watermark": (True, BY_LOGPROBS),
+        "watermark-config": ("{}", BY_LOGPROBS),
         "enable-hierarchical-cache": (True, BY_VERSIONS),
         "disaggregation-mode": ("prefill", BY_VERSIONS),
         # A name is never completed: --tp would be --tp-size.
@@ -77,7 +90,10 @@ def test_the_launcher_asks_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"extra_args\.weight-version: the run sets it itself"):
         check_extras(config_of(tmp_path, "generator.extra_args.weight-version=3"))
     check_extras(config_of(tmp_path, "generator.env.NCCL_DEBUG=INFO"))
-    for name in ("SGLANG_TIMEOUT_KEEP_ALIVE", "CUDA_VISIBLE_DEVICES", "MEGATRON_RL_ORDERS"):
+    for name in (
+        "SGLANG_TIMEOUT_KEEP_ALIVE", "SGLANG_RETURN_ORIGINAL_LOGPROB", "CUDA_VISIBLE_DEVICES",
+        "MEGATRON_RL_ORDERS",
+    ):  # fmt: skip
         with pytest.raises(InputError, match=rf"generator\.env\.{name}: the run sets it itself"):
             check_extras(config_of(tmp_path, f"generator.env.{name}=x"))
 

@@ -83,12 +83,14 @@ def test_variables_of_the_user_do_not_break_an_engine(
 ) -> None:
     """By the engine's own reading of them."""
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setenv("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "1")
+    for name in ("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "SGLANG_RETURN_ORIGINAL_LOGPROB"):
+        monkeypatch.setenv(name, "1")
     alone = dataclasses.replace(SETUP, model=tmp_path)
     for setup in (alone, dataclasses.replace(alone, colocate=True)):
         for name, value in server_environment(setup).items():
             monkeypatch.setenv(name, value)
         assert envs.SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED.get() is False
+        assert envs.SGLANG_RETURN_ORIGINAL_LOGPROB.get() is False
         assert envs.SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK.get() is not setup.colocate
 
 

@@ -65,6 +65,20 @@ def unreceived(trainer: TracedTrainer, work: Work) -> Work:
     return work
 
 
+def crossed(trainer: TracedTrainer, work: Work) -> Work:
+    """Both stages send to each other, alone, before they receive."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    other = dist.get_global_rank(group, 1 - group.rank())
+
+    def exchange() -> None:
+        works = [issue(_tensor(), other, group) for issue in (dist.isend, dist.irecv)]
+        for each in works:
+            each.wait()
+
+    _after_step(trainer, exchange)
+    return work
+
+
 def read(trainer: TracedTrainer, work: Work) -> Work:
     """The loss is read by the host."""
     loss = trainer._loss
@@ -260,6 +274,7 @@ PLANTS: dict[str, Callable[[TracedTrainer, Work], Work]] = {
         skipped,
         swapped,
         unreceived,
+        crossed,
         read,
         widened,
         awaited,

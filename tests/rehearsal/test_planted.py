@@ -34,7 +34,7 @@ CASES = {
     "skipped": "data", "swapped": "pipeline", "unreceived": "pipeline", "read": "data",
     "fewer": "data", "omitted": "lane", "retyped": "lane", "reordered": "lane", "left": "lane",
     "regrouped": "groups", "halved": "groups", "narrowed": "codes", "miscounted": "codes",
-    "retyped-shared": "shared", "unreleased": "shared",
+    "retyped-shared": "shared", "unreleased": "shared", "crossed": "interleaved",
 }  # fmt: skip
 pytestmark = [pytest.mark.timeout(330), pytest.mark.slow(60)]
 
@@ -95,6 +95,15 @@ def test_groups_in_another_order_on_one_stage_are_a_deadlock(found: dict[str, Re
 def test_a_send_that_nobody_receives(found: dict[str, Rehearsal]) -> None:
     told = [text.partition(" in ")[0] for text in found["unreceived"].problems]
     assert told == ["rank 2 sends 1 times to rank 0", "rank 3 sends 1 times to rank 1"]
+
+
+def test_two_stages_that_both_send_alone_before_they_receive(
+    found: dict[str, Rehearsal],
+) -> None:
+    [problem, *unreceived] = found["crossed"].problems
+    words = r"deadlock: rank \d waits in send of 16 bytes .*, and rank \d in send of 16 bytes "
+    assert re.match(words, problem) and "plants.py" in problem
+    assert [text[:20] for text in unreceived] == ["rank 0 sends 1 times", "rank 1 sends 1 times"]
 
 
 def test_a_host_that_waits_for_the_loss(found: dict[str, Rehearsal]) -> None:
