@@ -96,7 +96,8 @@ def compare(running: Running, name: str, *texts: str) -> Outcome:
 def test_a_reply_is_compared_with_the_answer(running: Running) -> None:
     # "four" has one character less than "fives": the odds are 1 to e.
     outcome = compare(running, "against_reference", "fives")
-    assert (outcome.reward, outcome.reason) == (pytest.approx(1 / (1 + math.e)), "compared")
+    assert (outcome.reward, outcome.reason) == (pytest.approx(1 / (1 + math.e)), "worse")
+    assert compare(running, "against_reference", "one").reason == "correct"
 
 
 def test_replies_of_a_completion_are_compared_with_each_other(running: Running) -> None:
