@@ -2,7 +2,7 @@
 
 Used by `megatron-rl verify`, by benchmarks, and from Python:
 
-    with Grading(RewardConfig()) as grading:
+    with Grading.of(load_config(Path("my_run.toml"), [])) as grading:
         scores = grading.score([Sample(text=..., answer="7")])
 """
 
@@ -15,6 +15,7 @@ import msgspec
 
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
 from megatron_rl.config.thinking import HOUSE_TAGS, ThinkTags
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.types import (
@@ -89,6 +90,16 @@ class Grading(Closing):
         self.pool = Pool(verifier, self._rules)
         # One for all calls: its numbers for comparisons are never used twice in a pool.
         self._desk = ClassDesk(self.pool, self._rules, answer_within_s=verifier.answer_within_s)
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Grading by the rules and limits of a run."""
+        return cls(
+            config.reward,
+            config.verifier,
+            max_tokens=config.sampling.max_new_tokens,
+            tags=config.render.tags,
+        )
 
     def __enter__(self) -> Self:
         self.pool.__enter__()

@@ -23,7 +23,6 @@ from megatron_rl.config.tree import Config
 from megatron_rl.data.answers import accepted_answers
 from megatron_rl.data.jsonl_source import COMPARED, refuse_slips
 from megatron_rl.data.prompts import prompts_of_run
-from megatron_rl.launcher.reward_trial import open_grading
 from megatron_rl.launcher.thinking import decide_thinking
 from megatron_rl.protocol.line_errors import decode_texts
 from megatron_rl.protocol.rollout_files import RolloutRecord
@@ -31,7 +30,7 @@ from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
 from megatron_rl.rollout_queue.schedule import length_rule
 from verification import audit, settings
 from verification.format import last_box
-from verification.library import Answer
+from verification.library import Answer, Grading
 
 _WIDTH = 48
 
@@ -87,7 +86,7 @@ def _grade(path: Path, config: Config, *, disagree: bool) -> Graded:
     )
     longest = longest_stage(config)
     reward = audit.with_opinions(longest.reward) if disagree else longest.reward
-    with open_grading(longest.model_copy(update={"reward": reward})) as grading:
+    with Grading.of(longest.model_copy(update={"reward": reward})) as grading:
         scores = grading.score(record.sample for record in records)
     return Graded(records, scores)
 

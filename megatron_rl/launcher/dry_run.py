@@ -29,7 +29,6 @@ from megatron_rl.launcher.prompt_record import (
 )
 from megatron_rl.launcher.reward_trial import (
     functions_of,
-    open_grading,
     refuse_faults,
     sample_of,
     try_rewards,
@@ -41,7 +40,7 @@ from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
 from megatron_rl.rollout_queue.diagnosis import REFUSALS
 from megatron_rl.trainer.sft_dataset import keep_sft_dataset
 from verification.canned import Canned, Form, find_form, form_of_check, make_canned
-from verification.library import Sample
+from verification.library import Grading, Sample
 
 PROMPTS_PER_TASK = 16
 _RENDER_S = 120.0
@@ -212,7 +211,7 @@ def _grade(
         for text in canned or ():
             owners.append(prompt)
             samples.append(sample_of(prompt, text, seen.tail))
-    with open_grading(config) as grading:
+    with Grading.of(config) as grading:
         # One completion per task first: a user function that fails is refused early.
         early = list(first.values())
         found = grading.score([samples[place] for place in early])

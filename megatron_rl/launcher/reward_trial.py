@@ -30,23 +30,13 @@ def try_rewards(prompts: Sequence[Prompt], config: Config) -> list[str]:
     if not chosen:
         return []
     samples = [_sample(prompt, config) for prompt in chosen.values()]
-    with open_grading(config) as grading:
+    with Grading.of(config) as grading:
         refuse_faults(list(chosen.values()), grading.score(samples), config)
     return [
         f"{function} was called with a made-up completion of the task {task!r}"
         for task in chosen
         for function in functions_of(task, reward)
     ]
-
-
-def open_grading(config: Config) -> Grading:
-    """Grading processes with the rules of a run, to enter."""
-    return Grading(
-        config.reward,
-        config.verifier,
-        max_tokens=config.sampling.max_new_tokens,
-        tags=config.render.tags,
-    )
 
 
 def refuse_faults(

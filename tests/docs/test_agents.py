@@ -1,6 +1,7 @@
 """Every file of docs/agents.md does what the page says."""
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,8 +11,8 @@ import pytest
 
 from megatron_rl.config.files import load_config
 from megatron_rl.data.prompts import read_prompts
-from tests.verification.environments.running import Running, replies
-from verification.environments.policy import Call, Reply, Say
+from tests.verification.environments.running import Running, prompt, replies
+from verification.environments.policy import Call, JudgeInput, Outcome, Reply, Say, Verdict
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "agents.md"
 _FILE = re.compile(r"^\*\*`([\w.]+)`\*\*[^\n]*\n\n```\w+\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -75,3 +76,33 @@ def test_tools_of_the_page_earn_a_reward_by_a_call_alone(running: Running) -> No
     assert running.play("my_agents:calculator", calls, answer="9999").reward == 1.0
     assert told[1].messages == [{"role": "tool", "content": "9999", "name": "add"}]
     assert running.play("my_agents:calculator", replies("9999"), answer="9999").reward == 0.0
+
+
+async def prefers_short_answers(given: JudgeInput) -> Verdict:
+    """A judge by whom answer A wins by a nat for each character that B is longer."""
+    found = re.findall(r"^\[answer (.) \w+\]\n(.*)$", given.messages[0]["content"], re.MULTILINE)
+    length = {name: len(text) for name, text in found}
+    return Verdict([float(length["B"] - length["A"]), 0.0], "")
+
+
+def compare(running: Running, name: str, *texts: str) -> Outcome:
+    given = prompt(answer="four")
+    host = running.host
+    return running.wait(
+        host.run(f"my_pairs:{name}", given, replies(*texts), judge=prefers_short_answers)
+    )
+
+
+def test_a_reply_is_compared_with_the_answer(running: Running) -> None:
+    # "four" has one character less than "fives": the odds are 1 to e.
+    outcome = compare(running, "against_reference", "fives")
+    assert (outcome.reward, outcome.reason) == (pytest.approx(1 / (1 + math.e)), "worse")
+    assert compare(running, "against_reference", "one").reason == "correct"
+
+
+def test_replies_of_a_completion_are_compared_with_each_other(running: Running) -> None:
+    outcome = compare(running, "against_itself", "a", "bb", "cc", "ddd")
+    # "ddd" loses by one nat twice and by two once, "a" wins as much, the others win and lose one.
+    last = (2 / (1 + math.e) + 1 / (1 + math.e**2)) / 3
+    assert outcome.turn_returns == pytest.approx([1 - last, 0.5, 0.5, last])
+    assert outcome.reward == pytest.approx(1 - last)

@@ -1,6 +1,7 @@
 import json
 
 from megatron_rl.config.reward import RewardConfig, TaskConfig, VerifierConfig, WorkerPoolConfig
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import ClassRequest, Score, ScoreFailed
 from tests.verification.requests import boxed
 from verification.library import MAX_PENDING, Grading, Sample
@@ -83,3 +84,26 @@ def test_length_penalty_and_settings_apply() -> None:
     assert first.parts["length"] == -0.05
     assert not second.is_correct
     assert third.is_correct
+
+
+def test_grading_of_a_configuration_has_its_length_tags_and_limits() -> None:
+    sleep = "tests.verification.pool.hostile_tasks:sleep"
+    config = Config.model_validate(
+        {
+            "sampling": {"max_new_tokens": 100},
+            "reward": {
+                "length_margin_tokens": 40,
+                "tasks": {"slow": {"format_check": "none", "compare": sleep}},
+            },
+            "render": {"thinking": {"open": "[THINK]", "close": "[/THINK]"}},
+            "verifier": {"custom": {"timeout_s": 0.5}},
+        }
+    )
+    samples = [
+        Sample(text="[THINK]So.[/THINK]\\boxed{7}", answer="7", tokens=80),
+        Sample(text="7", answer="7", task="slow", entry="600"),
+    ]
+    with Grading.of(config) as grading:
+        first, second = grading.score(samples)
+    assert first.is_correct and first.parts["length"] == -0.05
+    assert isinstance(second, ScoreFailed) and "timeout_s=0.5" in second.reason

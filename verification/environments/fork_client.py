@@ -33,6 +33,10 @@ MAX_DATAGRAM_BYTES = 4096
 MAX_LABEL_CHARS = 200
 MAX_WORDS_BYTES = 2000
 _CHILD = Path(__file__).with_name("child.py")
+_NETWORK_VARIABLES = (
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY",
+    "https_proxy", "http_proxy", "no_proxy",
+)  # fmt: skip
 
 
 class Server:
@@ -278,9 +282,22 @@ def check_target(target: str, settings: EnvironmentSettings) -> str:
             "module in the working directory, in PYTHONPATH or installed there, with an async "
             "function of (prompt, policy), a class with reset and step, or tools_episode(...). "
             "Fix the module, or set expert.environments.python; its output is in "
-            f"{settings.log_path}"
+            f"{settings.log_path}{_network_hint(fault, settings)}"
         )
     return form
+
+
+def _network_hint(fault: str, settings: EnvironmentSettings) -> str:
+    """Which variables to pass, if the output is about certificates or a proxy; else ""."""
+    words = (fault + Path(settings.log_path).read_text(errors="replace")).lower()
+    if "certificate" not in words and "proxy" not in words:
+        return ""
+    here = [name for name in _NETWORK_VARIABLES if name in os.environ]
+    names = sorted({*settings.variables, *(here or ["SSL_CERT_FILE", "HTTPS_PROXY"])})
+    return (
+        "\nThe output is about certificates or a proxy, and an environment gets no variables of "
+        f"the shell but named ones: set expert.environments.variables={json.dumps(names)}"
+    )
 
 
 def _read_start(datagram: bytes) -> tuple[str, str]:

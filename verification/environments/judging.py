@@ -80,7 +80,8 @@ async def rubric(prompt: EpisodeInput, policy: Policy) -> Outcome:
         )
     except JudgeRefused:
         return Outcome(0.0, "judge_refused")
-    return Outcome(reward, "graded")
+    # Accuracies count what the judge rather accepts.
+    return Outcome(reward, "correct" if reward > 0.5 else "graded")
 
 
 async def _log_odds(

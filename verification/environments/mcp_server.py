@@ -89,9 +89,18 @@ class ServerTool:
                     f"{type(error).__name__}: {error}"
                 ) from error
             return f"Error: {getattr(answer, 'message', '')}"
-        texts = [part.text for part in result.content if hasattr(part, "text")]
         is_error = _of_either(result, "is_error", "isError")
-        return ("Error: " if is_error else "") + "\n".join(texts)
+        return ("Error: " if is_error else "") + "\n".join(map(_text_of, result.content))
+
+
+def _text_of(part: Any) -> str:
+    """A part of a result as text; what is no text, such as an image, by its kind."""
+    held = getattr(part, "resource", part)  # The texts of a file are one deeper.
+    if hasattr(held, "text"):
+        return str(held.text)
+    if part.type == "resource_link":
+        return str(part.uri)
+    return f"[{part.type} omitted]"
 
 
 async def _listed(session: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """What a check of an environment finds before a run, and what is loaded before conversations."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,29 @@ def test_a_check_says_what_is_wrong(
     limits = settings(tmp_path, paths=(FOLDER, str(tmp_path)), **changes)
     with pytest.raises(InputError, match=says):
         check_target(target, limits)
+
+
+@pytest.mark.parametrize(
+    ("said", "variables", "names"),
+    [
+        ("invalid peer certificate: UnknownIssuer", (), '["SSL_CERT_FILE"]'),
+        ("tunnel to the proxy failed", ("MY_KEY",), '["MY_KEY", "SSL_CERT_FILE"]'),
+        ("the index has no such package", (), ""),
+    ],
+)
+def test_a_start_that_lacks_certificates_or_a_proxy_is_told_the_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, variables: tuple[str], names: str
+) -> None:
+    for name in list(os.environ):
+        if "proxy" in name.lower() or name in ("REQUESTS_CA_BUNDLE", "SSL_CERT_DIR"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("SSL_CERT_FILE", "/the/site.pem")
+    (tmp_path / "downloads.py").write_text(f"print({said!r})\nraise RuntimeError('uv failed')\n")
+    limits = settings(tmp_path, paths=(str(tmp_path),), variables=variables)
+    with pytest.raises(InputError, match="RuntimeError: uv failed") as refused:
+        check_target("downloads:it", limits)
+    _, _, hint = str(refused.value).partition("expert.environments.variables=")
+    assert hint == names
 
 
 MISFITS = """

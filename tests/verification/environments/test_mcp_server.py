@@ -196,3 +196,23 @@ def test_an_error_that_the_server_answers_is_told_to_the_policy() -> None:
 def test_a_call_without_an_answer_is_a_failure_of_the_environment(error: Exception) -> None:
     with pytest.raises(Unavailable, match=str(error)):
         call(error)
+
+
+def test_content_that_is_no_text_is_named_in_its_place() -> None:
+    file, blob = SimpleNamespace(text="the file"), SimpleNamespace(blob="aGk=")
+    parts = [
+        SimpleNamespace(type="text", text="see"),
+        SimpleNamespace(type="image", data="aGk="),
+        SimpleNamespace(type="audio", data="aGk="),
+        SimpleNamespace(type="resource", resource=file),
+        SimpleNamespace(type="resource", resource=blob),
+        SimpleNamespace(type="resource_link", uri="file:///a"),
+    ]
+
+    async def call_tool(name: str, arguments: dict[str, Any]) -> SimpleNamespace:
+        return SimpleNamespace(content=parts, is_error=False)
+
+    told = SimpleNamespace(name="look", description="", input_schema={})
+    text = asyncio.run(ServerTool(SimpleNamespace(call_tool=call_tool), told).function())
+    expected = ["see", "[image omitted]", "[audio omitted]", "the file", "[resource omitted]"]
+    assert text.split("\n") == [*expected, "file:///a"]

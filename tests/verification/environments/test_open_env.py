@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron_rl.config.errors import InputError
 from megatron_rl.launcher.ports import find_free
+from verification.environments.fork_client import check_target
 from verification.environments.host import EnvironmentHost
 from verification.environments.policy import EpisodeInput, Outcome, Reply, Say
 from verification.environments.settings import EnvironmentFailed, EnvironmentSettings
@@ -25,8 +27,13 @@ from openenv.core.env_server.types import Action, Observation, State
 class Guess(Action):
     number: int
 
+class Pair(Guess):
+    unit: str
+
 class Told(Observation):
     hint: str
+
+REWARDS = {91: None, 92: float("nan"), 93: float("inf"), 94: True}
 
 class Game(Environment):
     SUPPORTS_CONCURRENT_SESSIONS = True
@@ -40,6 +47,8 @@ class Game(Environment):
         if action.number < 0:
             raise KeyError("broken")
         self.state_.step_count += 1
+        if action.number > 90:
+            return Told(hint="over", done=True, reward=REWARDS[action.number])
         if action.number == self.secret:
             return Told(hint="right", done=True, reward=1.0)
         return Told(hint=f"not {action.number}", done=False, reward=-0.25)
@@ -48,6 +57,8 @@ class Game(Environment):
         return self.state_
 
 app = create_app(Game, Guess, Told, env_name="guess", max_concurrent_envs=3)
+# A server whose schema of observations has no fields of its own.
+app.mount("/pair", create_app(Game, Pair, Observation, env_name="pair"))
 uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
 """
 MODULE = """
@@ -57,10 +68,19 @@ def act(text):
     return {{}} if text == "nothing" else {{"number": int(text)}}
 
 guess = open_env_episode("{url}", action=act, observation="hint")
+named = open_env_episode("{url}/", action="number", observation="hint")
+told = open_env_episode("{url}", action="number", observation="hnt")
+acted = open_env_episode("{url}", action="nmber", observation="hint")
+paired = open_env_episode("{url}/pair", action="number", observation="hint")
+made = open_env_episode("{url}/pair", action=act, observation="hint")
+
+async def late(prompt, policy):
+    # The server was down at the load, so its fields were not checked.
+    return await acted(prompt, policy)
 """
 
 
-Host = tuple[asyncio.Runner, EnvironmentHost]
+Host = tuple[asyncio.Runner, EnvironmentHost, EnvironmentSettings]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +100,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
         try:
             _await_port(port, limit_s=120)
             opened = EnvironmentHost(settings)
-            yield runner, opened
+            yield runner, opened, settings
             runner.run(opened.close())
         finally:
             server.kill()
@@ -97,9 +117,9 @@ def _await_port(port: int, *, limit_s: float) -> None:
             time.sleep(0.1)
 
 
-def play(host: Host, replies: list[str]) -> tuple[Outcome, list[str]]:
+def play(host: Host, replies: list[str], name: str = "guess") -> tuple[Outcome, list[str]]:
     """The outcome, and what the policy was told."""
-    runner, environments = host
+    runner, environments, _ = host
     told: list[str] = []
     waiting = iter(replies)
 
@@ -110,7 +130,7 @@ def play(host: Host, replies: list[str]) -> tuple[Outcome, list[str]]:
 
     messages = [{"role": "user", "content": "A game."}]
     prompt = EpisodeInput("id", "t", messages, entry={"secret": 4}, seed=3)
-    ended = runner.run(environments.run("open_of_tests:guess", prompt, answer))
+    ended = runner.run(environments.run(f"open_of_tests:{name}", prompt, answer))
     assert isinstance(ended, Outcome)
     return ended, told
 
@@ -134,3 +154,34 @@ def test_an_episode_plays_a_session_of_its_own(
 def test_a_fault_of_the_server_is_no_reward(host: Host) -> None:
     with pytest.raises(EnvironmentFailed, match="broken"):
         play(host, ["4", "-1"])
+
+
+@pytest.mark.parametrize("reply", ["91", "92", "93"])
+def test_an_end_without_a_reward_is_no_reward_of_0(host: Host, reply: str) -> None:
+    with pytest.raises(EnvironmentFailed, match="reward was null in every step") as failed:
+        play(host, [reply])
+    assert failed.value.kind == "bad_outcome"
+
+
+def test_a_step_without_a_reward_adds_nothing(host: Host) -> None:
+    assert play(host, ["4", "91"])[0] == Outcome(-0.25, "game_over")
+    assert play(host, ["4", "94"])[0] == Outcome(0.75, "game_over")
+
+
+def test_fields_that_the_server_lacks_are_refused_at_the_start(host: Host) -> None:
+    _, _, settings = host
+    for fits in ("named", "made"):
+        assert check_target(f"open_of_tests:{fits}", settings) == "function"
+    for name, says in {
+        "acted": r"action .* no field 'nmber'; it has .*'number'\]: name",
+        "paired": r"needs the fields \['unit'\] too: give action= a function",
+        "told": r"observation .* no field 'hnt'; it has \['hint', 'metadata'\]",
+    }.items():
+        with pytest.raises(InputError, match=says):
+            check_target(f"open_of_tests:{name}", settings)
+
+
+def test_a_wrong_field_is_not_the_policy_s_fault(host: Host) -> None:
+    with pytest.raises(EnvironmentFailed, match="no field 'nmber'"):
+        play(host, ["4"], "late")
+    assert play(host, ["five"], "named")[0] == Outcome(0.0, "invalid_action")
