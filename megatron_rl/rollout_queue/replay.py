@@ -33,7 +33,12 @@ from megatron_rl.protocol.rollout_files import (
 )
 from megatron_rl.protocol.types import Prompt, Rollout, Sampling, Score, ScoredRollout, VersionSpan
 from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
-from megatron_rl.rollout_queue.groups import NO_VERSION, Group, are_equal
+from megatron_rl.rollout_queue.groups import (
+    NO_VERSION,
+    Group,
+    has_equal_returns,
+    returns_of_replies,
+)
 from megatron_rl.rollout_queue.replay_datasets import folder_of_datasets
 
 log = logging.getLogger(__name__)
@@ -179,7 +184,8 @@ def _reason_to_leave_out(
         return UNSCORED
     if any(record.prompt_tokens + record.tokens > context_tokens for record in group.members):
         return TOO_LONG
-    return ZERO_VARIANCE if drops_zero_variance and are_equal(rewards) else ""
+    has_zero_variance = has_equal_returns(rewards, returns_of_replies(group.members, rewards))
+    return ZERO_VARIANCE if drops_zero_variance and has_zero_variance else ""
 
 
 class Drawn(NamedTuple):

@@ -4,13 +4,15 @@ import itertools
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.types import RankBatch, TrainSequence
+from megatron_rl.protocol.rollout import TurnReturn
+from megatron_rl.protocol.types import RankBatch, ScoredRollout, TrainSequence
 from megatron_rl.rollout_queue.batches import minibatch_sequences
 from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
 from megatron_rl.rollout_queue.groups import Group
@@ -72,6 +74,23 @@ def test_the_index_holds_what_can_be_trained_on_and_counts_the_rest(tmp_path: Pa
     expected = {0, 1, 3, 4, 5, 100, 102}
     assert {group.members[0].group for group in keeping.groups} == expected
     assert keeping.left_out == {"ungradable": 1, "no_place": 1, "held_out": 1}
+
+
+def test_recorded_groups_have_zero_variance_by_the_returns_of_their_replies(
+    tmp_path: Path,
+) -> None:
+    # Equal rewards and other returns, then other rewards and equal returns.
+    groups = [make_group(0, [1.0, 1.0]), make_group(1, [1.0, 0.0])]
+    for group, values in zip(groups, [(1.0, 0.0), (0.5, 0.5)], strict=True):
+        for index, value in enumerate(values):
+            rollout, score = group.scored[index].rollout, group.scored[index].score
+            rollout = msgspec.structs.replace(rollout, turn_returns=[TurnReturn(0, 3, value)])
+            group.scored[index] = ScoredRollout(rollout, score)
+    Recorder(tmp_path).write_step(0, groups, 5.0)
+    stored = StoredGroups()
+    stored.add_run(tmp_path, context_tokens=64, drops_zero_variance=True, held_out=frozenset())
+    assert [group.members[0].group for group in stored.groups] == [0]
+    assert stored.left_out == {"zero_variance": 1}
 
 
 def test_a_stored_group_is_trained_on_as_it_was_but_for_its_versions(tmp_path: Path) -> None:

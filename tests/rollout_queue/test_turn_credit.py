@@ -111,3 +111,47 @@ def test_a_group_without_rewards_of_replies_has_one_advantage_a_completion() -> 
         rollout = msgspec.structs.replace(scored.rollout, turn_returns=[])
         group.scored[index] = ScoredRollout(rollout, scored.score)
     assert advantages([group]) == [[], []]
+
+
+def lengthen(group: Group, index: int, tokens: int) -> None:
+    """Give each reply of a member another number of tokens."""
+    scored = group.scored[index]
+    returns = [msgspec.structs.replace(one, tokens=tokens) for one in scored.rollout.turn_returns]
+    longer = make_rollout(index, tokens=tokens * len(returns))
+    rollout = msgspec.structs.replace(longer, turn_returns=returns)
+    group.scored[index] = ScoredRollout(rollout, scored.score)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "has_zero_variance"),
+    [
+        ([[0.0, 0.0], [0.0, 0.0]], True),
+        # All failed, after two replies or after one: 0 0 | 0.
+        ([[0.0, 0.0], [0.0]], True),
+        # Nobody else got to the second reply. Returns: 1 1 | 1, so that both first ones are equal.
+        ([[0.0, 1.0], [1.0]], True),
+        # Returns: 1 1 | 1 0.
+        ([[0.0, 1.0], [1.0, 0.0]], False),
+        # Returns: 1.5 0.5 | 1 0.5.
+        ([[1.0, 0.5], [0.5, 0.5]], False),
+        # Two of three got to the second reply. Returns: 1 1 | 1 | 1 0.
+        ([[0.0, 1.0], [1.0], [1.0, 0.0]], False),
+    ],
+)
+def test_zero_variance_means_that_all_advantages_are_0(
+    rewards: list[list[float]], has_zero_variance: bool
+) -> None:
+    group = make(rewards)
+    # The length of replies is not compared.
+    lengthen(group, 1, 5)
+    assert group.has_zero_variance == has_zero_variance
+    has_advantages = any(value for one in advantages([group]) for value in one)
+    assert has_advantages != has_zero_variance
+
+
+def test_the_reward_of_an_episode_is_not_compared_where_its_replies_earn_their_own() -> None:
+    group = make([[0.5], [0.5]])
+    scored = group.scored[1]
+    group.scored[1] = ScoredRollout(scored.rollout, Score(0.0, {}, "x", is_outcome=True))
+    assert group.rewards == [0.5, 0.0] and group.has_zero_variance
+    assert advantages([group]) == [[0.0, 0.0], [0.0, 0.0]]
