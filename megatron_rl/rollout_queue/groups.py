@@ -241,6 +241,10 @@ def returns_of_replies(
 
 def whole_returns(rollout: Rollout | RolloutRecord, reward: float) -> list[TurnReturn]:
     """Returns of the replies of a rollout whose reward comes at its end."""
+    turns = rollout.conversation
+    if turns and turns[0].asked_before >= 0:
+        return [TurnReturn(one.asked_before, one.end - one.start, reward) for one in turns]
+    # A record of an earlier release: the order of tokens is that of asking within one chat alone.
     spans = rollout.spans
     # Given tokens are between replies.
     edges = [0, *itertools.chain(*given_ranges(spans)), spans[-1].end]

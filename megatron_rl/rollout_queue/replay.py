@@ -104,6 +104,7 @@ class StoredGroup(NamedTuple):
             finish_reason=record.finish_reason,
             row_starts=record.row_starts,
             turn_returns=record.turn_returns,
+            conversation=record.conversation,
             text="",
             to_grade=None if record.to_grade is None else "",
         )
