@@ -246,7 +246,9 @@ class Episode:
             row_starts=rows.row_starts,
             turn_returns=returns,
             environment_s=self._environment_s,
-            conversation=turns_of(rows, renderer.decode, self._began_at),
+            conversation=turns_of(
+                rows, self._tree.turns, decode=renderer.decode, began_at=self._began_at
+            ),
         )  # fmt: skip
 
 

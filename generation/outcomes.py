@@ -75,10 +75,18 @@ def _returns(outcome: Outcome, asked: Sequence[Turn], learnt: Sequence[Turn]) ->
 
 
 def turns_of(
-    rows: Rows, decode: Callable[[Sequence[int]], str], began_at: float
+    rows: Rows,
+    asked: Sequence[Turn],
+    *,
+    decode: Callable[[Sequence[int]], str],
+    began_at: float,
 ) -> list[ConversationTurn]:
-    """The turns of a conversation, for people. began_at: time.monotonic() of its begin."""
+    """The turns of a conversation, for people, in the order of their tokens.
+
+    asked: the same in the order of asking. began_at: time.monotonic() of its begin.
+    """
     number_of = {id(turn): number for number, turn in enumerate(rows.replies)}
+    asked_before = {id(turn): number for number, turn in enumerate(asked)}
     found = []
     for turn, start in zip(rows.replies, rows.starts, strict=True):
         assert turn.asked is not None and turn.reply is not None
@@ -95,6 +103,7 @@ def turns_of(
                 round(turn.replied_at - began_at, 3),
                 turn.row_size - len(turn.reply_ids),
                 turn.reply.cached_tokens,
+                asked_before[id(turn)],
             )
         )
     return found

@@ -237,8 +237,9 @@ class AlgorithmConfig(Section):
     """Preset that sets every key below that is not given. `megatron-rl algorithms` lists the
     presets."""
     zero_variance_groups: Literal["drop", "keep"] = "drop"
-    """Treatment of groups whose rewards (with majority: verdicts) are all equal. drop: the queue
-    drops and counts them; keep: the trainer trains on them."""
+    """Treatment of groups whose rewards (with majority: verdicts) are all equal. Where replies are
+    rewarded, returns of replies of the same number count. drop: the queue drops and counts such
+    groups; keep: the trainer trains on them."""
     advantage_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
     normalization: NormalizationConfig = NormalizationConfig()
     aggregation: AggregationConfig = AggregationConfig()

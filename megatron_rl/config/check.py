@@ -38,7 +38,8 @@ def _facts(config: Config) -> dict[str, Any]:
         "lease_s": 1.2 * config.generator.request_timeout_s,
         "score_s": 1.5 * config.verifier.answer_within_s,
         "program_s": config.reward.longest_program_s,
-        "buffer_steps": config.replay.steps_in_buffer(max(1, config.sampled_groups)),
+        "buffer_steps": config.replay.steps_in_buffer(config.sampled_groups),
+        "least_groups": config.least_groups,
         "sets": ", ".join(one.name for one in config.eval.sets) or "there are none",
         "offloaded": "optimizer" if config.optimizer.offload else "sft.optimizer",
     }
@@ -82,9 +83,10 @@ def _hf_refusal(key: str, off: float) -> Refusal:
 REFUSALS = (
     # Batches and lengths.
     Refusal(
-        lambda c: c.train.minibatches > c.train.prompts_per_batch,
-        "train.minibatches={train.minibatches} is more than train.prompts_per_batch="
-        "{train.prompts_per_batch}: groups never split across minibatches; lower train.minibatches",
+        lambda c: c.train.minibatches > c.least_groups,
+        "train.minibatches={train.minibatches} is more than the {least_groups} groups of the first "
+        "batch (train.prompts_per_batch={train.prompts_per_batch}, from an empty replay buffer "
+        "none): groups never split across minibatches; lower train.minibatches",
     ),
     Refusal(
         lambda c: c.reward.length_margin_tokens > c.sampling.max_new_tokens,
@@ -388,9 +390,7 @@ REFUSALS = (
         "resumes: set queue.record_tokens=true",
     ),
     Refusal(
-        lambda c: (
-            0 < c.queue.keep_tokens_of_steps < c.replay.steps_in_buffer(max(1, c.sampled_groups))
-        ),
+        lambda c: 0 < c.queue.keep_tokens_of_steps < c.replay.steps_in_buffer(c.sampled_groups),
         "replay.buffer_groups={replay.buffer_groups} is filled from the recorded tokens of "
         "{buffer_steps} steps when a run resumes, and queue.keep_tokens_of_steps="
         "{queue.keep_tokens_of_steps} keeps fewer: set that to at least {buffer_steps}, or to 0 "

@@ -52,7 +52,7 @@ class ReplayConfig(Section):
 
     def steps_in_buffer(self, sampled_groups: int) -> int:
         """Steps that fill the buffer, with `sampled_groups` per step; 0 without a buffer."""
-        return -(-self.buffer_groups // sampled_groups) if self.buffer_groups else 0
+        return -(-self.buffer_groups // max(1, sampled_groups))
 
     def groups_of(self, prompts_per_batch: int) -> int:
         """Number of replayed groups per batch. Raises ValueError for a fraction."""

@@ -315,6 +315,11 @@ class Config(Section):
         return self.train.prompts_per_batch - self.replay.groups_of(self.train.prompts_per_batch)
 
     @property
+    def least_groups(self) -> int:
+        """Minimum number of groups per batch: a replay buffer is empty at first."""
+        return self.sampled_groups if self.replay.buffer_groups else self.train.prompts_per_batch
+
+    @property
     def start_and_join_s(self) -> float:
         """Maximum seconds from the start of engines to their first weights."""
         return self.generator.start_timeout_s + self.weights.join_timeout_s

@@ -5,10 +5,11 @@ checks the configuration alone. Each check raises InputError.
 """
 
 import importlib.metadata
+import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -253,6 +254,20 @@ def check_replay(config: Config) -> None:
     check_sources(config)
 
 
+def check_classes(config: Config, tasks: Collection[str]) -> None:
+    """Each task that is trained on has answers, if the advantage estimator compares them."""
+    if not find_advantage_functions(config.algorithm).needs_classes:
+        return
+    for task in sorted(tasks):
+        if config.reward.all_tasks[task].is_decided_by_environment:
+            raise InputError(
+                f"algorithm.advantage_estimator.name={config.algorithm.advantage_estimator.name!r} "
+                f"compares answers, and the environment of reward.tasks.{task} decides the reward "
+                f"without one: set reward.tasks.{task}.compare and let it return ToGrade "
+                "(docs/agents.md), or take another advantage estimator"
+            )
+
+
 def check_environments(config: Config) -> None:
     """Raise InputError for an environment that cannot be loaded; each starts once."""
     for target in sorted(set(config.reward.environments.values())):
@@ -272,6 +287,8 @@ def check_prompts(config: Config) -> PromptReport:
     sets = material.divide()
     settings.check_prompts(sets.all, config.reward)
     tasks = sorted({prompt.task for prompt in sets.all})
+    if _samples_for_training(config):
+        check_classes(config, {prompt.task for prompt in itertools.chain(*sets.train)})
     if any(config.reward.all_tasks[task].compare == CODE for task in tasks):
         settings.check_sandbox(config.reward)
     most = most_held_out(config)

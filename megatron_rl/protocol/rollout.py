@@ -71,7 +71,10 @@ class GivenMessage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ConversationTurn(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A reply of a conversation, and what it answered: for people, not for training."""
+    """A reply of a conversation, and what it answered: for people.
+
+    Training reads the order of asking alone.
+    """
 
     start: Count
     end: Count
@@ -89,6 +92,8 @@ class ConversationTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens that the engine was given for the reply."""
     cached: Count = 0
     """Of these, tokens that it had in its cache."""
+    asked_before: Annotated[int, msgspec.Meta(ge=-1, le=INT32_MAX)] = -1
+    """Replies that were asked for before it; -1: unknown, as in records of earlier releases."""
 
 
 class Range(Protocol):

@@ -23,7 +23,7 @@ EVALUATION_LATE = "evaluation_late"
 ENVIRONMENT_FAILED = "environment_failed"
 
 GROUP_REASONS = {
-    ZERO_VARIANCE: "all rewards (or verdicts) of the group are equal",
+    ZERO_VARIANCE: "all rewards (or verdicts, or returns of replies) of the group are equal",
     ATTEMPTS_EXHAUSTED: "a completion failed expert.queue.max_attempts times",
     LOSSES_EXHAUSTED: "generators lost a completion expert.queue.max_lost_attempts times",
     PROMPT_UNRENDERABLE: "the prompt has no tokens, or leaves no room for a completion",

@@ -73,6 +73,7 @@ def find_fault(rollout: Rollout, limits: RolloutLimits, *, most_tokens: int | No
         return f"finish_reason {rollout.finish_reason!r:.80}, expected one of {_FINISH_REASONS}"
     return (
         _find_bad_spans(rollout, limits.newest_version)
+        or _find_bad_turns(rollout)
         or find_bad_ids("prompt ids", rollout.prompt_ids, most=limits.last_id)
         or find_bad_ids("token ids", rollout.token_ids, most=limits.last_id)
         or _find_bad_logprob(rollout.logprobs)
@@ -91,16 +92,27 @@ def _find_bad_spans(rollout: Rollout, newest_version: int) -> str:
     )
     if edges != sorted(set(edges)) or not are_given:
         return f"row starts {rollout.row_starts!r:.300} that are not given tokens in order"
-    told = [edge for one in rollout.conversation for edge in (one.start, one.end)]
-    if told != sorted(told) or (told and told[-1] > len(rollout.token_ids)):
-        return f"turns of tokens {told!r:.300} in a completion of {len(rollout.token_ids)}"
-    turns = sum(one.tokens for one in rollout.turn_returns)
-    if rollout.turn_returns and turns != rollout.sampled_tokens:
-        return f"returns of {turns} tokens, and {rollout.sampled_tokens} were sampled"
     if rollout.oldest_version < 0:
         return f"version {rollout.oldest_version}, that of weights which nobody synced"
     if rollout.newest_version > newest_version:
         return f"version {rollout.newest_version}, and {newest_version} is the newest"
+    return ""
+
+
+def _find_bad_turns(rollout: Rollout) -> str:
+    turns, sampled = rollout.conversation, rollout.sampled_tokens
+    told = [edge for one in turns for edge in (one.start, one.end)]
+    if told != sorted(told) or (told and told[-1] > len(rollout.token_ids)):
+        return f"turns of tokens {told!r:.300} in a completion of {len(rollout.token_ids)}"
+    asked = [one.asked_before for one in turns]
+    if max(asked, default=-1) >= 0:
+        if sorted(asked) != list(range(len(asked))):
+            return f"turns that were asked for in the order {asked!r:.300}"
+        if (said := sum(one.end - one.start for one in turns)) != sampled:
+            return f"turns of {said} tokens, and {sampled} were sampled"
+    returned = sum(one.tokens for one in rollout.turn_returns)
+    if rollout.turn_returns and returned != sampled:
+        return f"returns of {returned} tokens, and {sampled} were sampled"
     return ""
 
 

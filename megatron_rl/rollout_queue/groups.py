@@ -17,7 +17,8 @@ from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.queue_state import UnfinishedGroup
 from megatron_rl.protocol.rollout import TurnReturn, given_ranges
-from megatron_rl.protocol.types import Prompt, Sampling, ScoredRollout
+from megatron_rl.protocol.rollout_files import RolloutRecord
+from megatron_rl.protocol.types import Prompt, Rollout, Sampling, ScoredRollout
 from megatron_rl.rollout_queue.admission import UntrainedGroup
 
 _OF_TASKS = ("rollout/reward", "rollout/correct", "reason/", "environment/")
@@ -188,22 +189,15 @@ class Group:
 
     @property
     def has_zero_variance(self) -> bool:
-        """Whether all rewards (or all verdicts) are equal, so that all advantages are 0."""
+        """Whether all advantages are 0: see `has_equal_returns`, or all verdicts are equal."""
         if self.zero_variance_on == "verdict":
             return len({scored.score.is_correct for scored in self.ordered}) == 1
-        turns = self.turn_returns
-        return are_equal(self.rewards) and all(one == turns[0] for one in turns)
+        return has_equal_returns(self.rewards, self.turn_returns)
 
     @property
     def turn_returns(self) -> list[list[TurnReturn]]:
-        """By member: the returns of its replies. [] if the environment rewards none.
-
-        A member without such rewards, which a limit has ended, earned its reward at its end.
-        """
-        found = [scored.rollout.turn_returns for scored in self.ordered]
-        if not any(found):
-            return []
-        return [mine or whole_returns(one) for mine, one in zip(found, self.ordered, strict=True)]
+        """As `returns_of_replies`."""
+        return returns_of_replies([scored.rollout for scored in self.ordered], self.rewards)
 
     @property
     def rewards(self) -> list[float]:
@@ -214,9 +208,44 @@ class Group:
         return [self.scored[index] for index in sorted(self.scored)]
 
 
-def whole_returns(scored: ScoredRollout) -> list[TurnReturn]:
+def has_equal_returns(
+    rewards: Sequence[float], turn_returns: Sequence[Sequence[TurnReturn]]
+) -> bool:
+    """Whether all that advantages compare is equal, up to rounding.
+
+    Compared are all rewards; where an environment rewards replies, the returns of replies of the
+    same number instead, whatever their lengths, of the members that got so far.
+    """
+    if not turn_returns:
+        return are_equal(rewards)
+    values: collections.defaultdict[int, list[float]] = collections.defaultdict(list)
+    for one in itertools.chain(*turn_returns):
+        values[one.number].append(one.value)
+    return all(map(are_equal, values.values()))
+
+
+def returns_of_replies(
+    members: Sequence[Rollout | RolloutRecord], rewards: Sequence[float]
+) -> list[list[TurnReturn]]:
+    """By member of a group: the returns of its replies. [] if the environment rewards none.
+
+    A member without such rewards, which a limit has ended, earned its reward at its end.
+    """
+    if not any(one.turn_returns for one in members):
+        return []
+    return [
+        one.turn_returns or whole_returns(one, reward)
+        for one, reward in zip(members, rewards, strict=True)
+    ]
+
+
+def whole_returns(rollout: Rollout | RolloutRecord, reward: float) -> list[TurnReturn]:
     """Returns of the replies of a rollout whose reward comes at its end."""
-    spans, reward = scored.rollout.spans, scored.score.reward
+    turns = rollout.conversation
+    if turns and turns[0].asked_before >= 0:
+        return [TurnReturn(one.asked_before, one.end - one.start, reward) for one in turns]
+    # A record of an earlier release: the order of tokens is that of asking within one chat alone.
+    spans = rollout.spans
     # Given tokens are between replies.
     edges = [0, *itertools.chain(*given_ranges(spans)), spans[-1].end]
     replies = zip(edges[::2], edges[1::2], strict=True)

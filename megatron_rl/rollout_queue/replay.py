@@ -32,8 +32,13 @@ from megatron_rl.protocol.rollout_files import (
     without_texts,
 )
 from megatron_rl.protocol.types import Prompt, Rollout, Sampling, Score, ScoredRollout, VersionSpan
-from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
-from megatron_rl.rollout_queue.groups import NO_VERSION, Group, are_equal
+from megatron_rl.rollout_queue.drop_reasons import GROUP_REASONS, ZERO_VARIANCE
+from megatron_rl.rollout_queue.groups import (
+    NO_VERSION,
+    Group,
+    has_equal_returns,
+    returns_of_replies,
+)
 from megatron_rl.rollout_queue.replay_datasets import folder_of_datasets
 
 log = logging.getLogger(__name__)
@@ -99,6 +104,7 @@ class StoredGroup(NamedTuple):
             finish_reason=record.finish_reason,
             row_starts=record.row_starts,
             turn_returns=record.turn_returns,
+            conversation=record.conversation,
             text="",
             to_grade=None if record.to_grade is None else "",
         )
@@ -127,26 +133,33 @@ class StoredGroups:
         files = [file for file in rollout_files(run_dir) if file.step is not None]
         if not files:
             raise InputError(f"{run_dir} holds no rollouts of training steps to replay")
+        # By number: reasons of groups, "" to draw it, and of completions that were dropped alone.
+        reasons: dict[int, str] = {}
+        alone: dict[int, str] = {}
         for file in files:
             try:
                 groups = list(read_groups(file))
             except TokensThinned:
-                groups = []
-                self.left_out[THINNED] += len({r.group for r in read_records(file.path)})
+                records = list(read_records(file.path))
+                alone |= {one.group: one.dropped for one in records if _is_dropped_alone(one)}
+                reasons |= {one.group: THINNED for one in records if not _is_dropped_alone(one)}
+                continue
             for group in groups:
                 reason = _reason_to_leave_out(
                     group, context_tokens, drops_zero_variance=drops_zero_variance
                 )
                 if group.question in held_out:
                     reason = HELD_OUT
-                if reason:
-                    self.left_out[reason] += 1
-                else:
+                first = group.members[0]
+                (alone if _is_dropped_alone(first) else reasons)[first.group] = reason
+                if not reason:
                     self.groups.append(group)
+        # The rest of a completion's group is usually in another file.
+        self.left_out.update(filter(None, (alone | reasons).values()))
 
 
 def read_groups(file: RolloutFile) -> Iterator[StoredGroup]:
-    """The groups of one file, without completions that were dropped alone.
+    """The groups of one file, without completions that were dropped alone, unless all were.
 
     Raises InputError if words are missing.
     """
@@ -154,18 +167,25 @@ def read_groups(file: RolloutFile) -> Iterator[StoredGroup]:
     questions: dict[int, str] = {}
     has_words = file.path.with_suffix(WORDS).exists()
     for line, record in enumerate(read_records(file.path), 1):
-        if record.words is None:
+        # Without tokens, nothing was left of it, as after a failure of its environment.
+        if record.words is None and record.tokens:
             raise InputError(
                 f"{file.path}:{line} has no token ids: it was recorded with "
                 "queue.record_tokens = false, and cannot be replayed"
             )
-        if not has_words:
+        if record.tokens and not has_words:
             raise missing_words(file.path, f"{file.path}:{line}")
         members[record.group].append(without_texts(record))
         questions[record.group] = normalized(record.problem)
     for number, records in members.items():
-        kept = [record for record in records if record.dropped in ("", ZERO_VARIANCE)]
+        kept = [record for record in records if not _is_dropped_alone(record)]
         yield StoredGroup(file.path, questions[number], tuple(kept or records))
+
+
+def _is_dropped_alone(record: RolloutRecord) -> bool:
+    """Whether a completion was dropped without its group."""
+    is_ungraded = record.reward is None
+    return bool(record.dropped) and (is_ungraded or record.dropped not in GROUP_REASONS)
 
 
 def _reason_to_leave_out(
@@ -179,7 +199,8 @@ def _reason_to_leave_out(
         return UNSCORED
     if any(record.prompt_tokens + record.tokens > context_tokens for record in group.members):
         return TOO_LONG
-    return ZERO_VARIANCE if drops_zero_variance and are_equal(rewards) else ""
+    has_zero_variance = has_equal_returns(rewards, returns_of_replies(group.members, rewards))
+    return ZERO_VARIANCE if drops_zero_variance and has_zero_variance else ""
 
 
 class Drawn(NamedTuple):

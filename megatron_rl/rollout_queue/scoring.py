@@ -340,14 +340,14 @@ class Scoring:
 
 
 def find_without_asking(group: Group) -> bool:
-    """Whether a scored group has the classes that it needs; sets them if all answers are right.
+    """Whether a scored group has the classes that it needs; sets them without answers to compare.
 
-    Conversations whose environment decides have no answers to compare.
+    Conversations that their environment scored have none: evaluations without others have no vote.
     """
-    if any(scored.rollout.score is not None for scored in group.ordered):
+    if group.evaluation and all(one.rollout.score is not None for one in group.ordered):
         group.needs_classes = False
     if not group.is_complete and not _to_compare(group):
-        group.classes = dict.fromkeys(group.scored, _RIGHT)
+        _set_classes(group, [])
     return group.is_complete
 
 
@@ -386,12 +386,14 @@ def _check_answer(
 
 
 def _set_classes(group: Group, found: list[int]) -> None:
-    """Set the classes of a group. found: those of its answers that are not right."""
-    classes = dict.fromkeys(group.scored, _RIGHT)
+    """Set the classes of a group. found: those of its answers to compare."""
+    classes = {i: _RIGHT if one.score.is_correct else NO_ANSWER for i, one in group.scored.items()}
     for index, one in zip(_to_compare(group), found, strict=True):
         classes[index] = NO_ANSWER if one == NO_ANSWER else _RIGHT + 1 + one
     group.classes = classes
 
 
 def _to_compare(group: Group) -> list[int]:
-    return [index for index in sorted(group.scored) if not group.scored[index].score.is_correct]
+    """Members with an answer that is not right."""
+    wrong = [one.rollout for one in group.ordered if not one.score.is_correct]
+    return [rollout.index for rollout in wrong if rollout.score is None]

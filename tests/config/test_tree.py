@@ -12,6 +12,12 @@ SHARDED = "parallel.distributed_optimizer=true"
     [
         ("parallel.virtual_stages=2", "needs several stages.*nearest possible: 1"),
         (
+            # Of 8 groups the buffer, which is empty at first, may give 6.
+            "train.prompts_per_batch=8 train.minibatches=3 replay.share=0.75 "
+            "replay.buffer_groups=16",
+            "minibatches=3 is more than the 2 groups of the first batch .*; lower train.minib",
+        ),
+        (
             f"{SHARDED} expert.parallel.overlap_parameters=true",
             "parallel.overlap_gradients=true: set",
         ),
@@ -93,6 +99,9 @@ def test_settings_that_exclude_each_other_are_refused(overrides: str, message: s
     "overrides",
     [
         "parallel.virtual_stages=2 parallel.pipeline=2",
+        "train.prompts_per_batch=8 train.minibatches=2 replay.share=0.75 replay.buffer_groups=16",
+        # Files always give their share.
+        "train.prompts_per_batch=8 train.minibatches=3 replay.share=0.75 replay.runs=['r']",
         "model.head_dtype=float32",
         "model.head_dtype=float32 model.dtype=float32 generator.engine=hf",
         f"{SHARDED} parallel.overlap_gradients=true expert.parallel.overlap_parameters=true",

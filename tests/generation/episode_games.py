@@ -138,3 +138,12 @@ def add(a: int, b: int) -> int:
 
 graded = tools_episode([add])
 adds = tools_episode([add], reward=lambda prompt, run: float(run.text == prompt.answer))
+
+
+async def alternates(prompt: EpisodeInput, policy: Policy) -> Outcome:
+    chats = [policy.chat([{"role": "user", "content": name}]) for name in ("a", "b")]
+    for _ in range(2):
+        for chat in chats:
+            await chat.say()
+            chat.add("user", "more")
+    return Outcome(1.0, "x", turn_returns=[0.0, 1.0, 2.0, 3.0])

@@ -287,6 +287,18 @@ def test_replies_that_wait_for_room_are_rewarded_in_the_order_of_asking(
     assert sorted(said) == ["1", "2", "3"]
 
 
+def test_turns_of_several_chats_know_the_order_of_asking(
+    tmp_path: Path, renderer: Renderer
+) -> None:
+    [rollout] = play(tmp_path, ScriptedEngine(renderer, lambda _: "some words"), "alternates")
+    assert isinstance(rollout, Rollout)
+    # Tokens are chat by chat; each second reply of a chat was asked for after both first ones.
+    assert [one.asked_before for one in rollout.conversation] == [0, 2, 1, 3]
+    assert [(one.number, one.value) for one in rollout.turn_returns] == [
+        (0, 0.0), (2, 2.0), (1, 1.0), (3, 3.0)
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("most", ["0", "-1"])
 def test_a_reply_of_no_tokens_is_never_asked_of_the_engine(
     tmp_path: Path, renderer: Renderer, most: str

@@ -1,4 +1,4 @@
-"""What the launcher finds wrong with stages and curriculum before anything starts."""
+"""What the launcher finds wrong with stages, curriculum and environments before anything starts."""
 
 from pathlib import Path
 
@@ -60,3 +60,23 @@ def test_a_run_that_would_find_no_prompt_to_draw_is_refused(
     held_out = write_lines(tmp_path / "held.jsonl", [prompt_line(n, "held_out") for n in (7, 8)])
     write_run(tmp_path, f'[[prompts]]\npath = "{held_out}"\n{text}', LINES)
     assert message in message_of(tmp_path, overrides)
+
+
+def test_the_majority_of_answers_needs_tasks_with_answers_to_compare(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    decided = "[reward.tasks.game]\nenvironment = 'tests.generation.episode_games:count'\n"
+    games = [line | {"task": "game"} for line in LINES]
+    overrides = [*overrides, "expert.render.history=template"]
+    majority = [*overrides, "algorithm.preset=majority"]
+    write_run(tmp_path, decided, games)
+    message = message_of(tmp_path, majority)
+    assert "advantage_estimator.name='majority' compares answers" in message
+    assert "reward.tasks.game.compare" in message
+    check(tmp_path, overrides)
+    # Where the verifier grades what the environment returns, there are answers.
+    write_run(tmp_path, f"{decided}compare = 'exact'\n", games)
+    check(tmp_path, majority)
+    # Only held-out prompts have the task.
+    write_run(tmp_path, decided, [*games[:3], *LINES[3:]])
+    check(tmp_path, majority)

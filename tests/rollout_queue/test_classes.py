@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,8 +16,11 @@ from megatron_rl.protocol.types import (
     UNGRADABLE,
     ClassDone,
     ClassRequest,
+    Lease,
     RankBatch,
+    Rollout,
     Sampling,
+    Score,
     ScoreDone,
     ScoredRollout,
     ScoreFailed,
@@ -25,7 +29,7 @@ from megatron_rl.protocol.types import (
 )
 from megatron_rl.protocol.wire import DeadlineExceeded, WireError
 from megatron_rl.rollout_queue.groups import Group
-from megatron_rl.rollout_queue.scoring import Scoring
+from megatron_rl.rollout_queue.scoring import Scoring, find_without_asking
 from tests.rollout_queue.makers import (
     FORMAT_FAILURE,
     RIGHT,
@@ -86,6 +90,47 @@ def test_advantages_are_of_the_classes_that_the_verifier_found(
     # The right one is not compared with the others.
     assert asked.texts == [f"{prompt}/{index}" for index in (1, 2, 3)]
     assert (asked.task, asked.problem, asked.entry) == ("math", f"question {prompt}", "")
+
+
+OUT_OF_TOKENS = Score(0.0, {"environment": 0.0}, "out_of_tokens", is_outcome=True)
+
+
+class Conversations(PlayedQueue):
+    """The verifier grades conversations, but not the last of each group, which ran out of room."""
+
+    def _rollout(self, lease: Lease, index: int) -> Rollout:
+        rollout = super()._rollout(lease, index)
+        score = OUT_OF_TOKENS if index == 3 else None
+        return msgspec.structs.replace(rollout, score=score, to_grade=rollout.text)
+
+
+def test_conversation_that_ran_out_of_room_has_no_vote(tmp_path: Path) -> None:
+    queue = Conversations(
+        tmp_path,
+        mixed,
+        classify=lambda request: [0] * len(request.texts),
+        algorithm=MAJORITY,
+        reward={"tasks": {"math": {"compare": "math", "environment": "games:solve"}}},
+    )
+    queue.start()
+    queue.play(8)
+    # As with a completion without an answer.
+    expected = [[1 / 4, -1 / 4, -1 / 4, 0.0]] * 2
+    np.testing.assert_allclose(advantages(queue.batches[0]), expected, atol=1e-12)
+    asked = queue.class_requests[0]
+    assert [text.split("/")[1] for text in asked.texts] == ["1", "2"]
+
+
+@pytest.mark.parametrize("evaluation", ["", "aime"])
+def test_nobody_is_asked_where_no_conversation_has_an_answer(evaluation: str) -> None:
+    group = Group(0, make_prompt(), Sampling(8, 1.0), 2, 0, needs_classes=True)
+    group.evaluation = evaluation
+    for index in range(2):
+        rollout = msgspec.structs.replace(make_rollout(index), score=OUT_OF_TOKENS)
+        group.add(ScoredRollout(rollout, OUT_OF_TOKENS), 0.0)
+    assert find_without_asking(group)
+    # An evaluation has no vote then; training has votes without answers.
+    assert group.classes == ({} if evaluation else {0: -1, 1: -1})
 
 
 def test_a_group_waits_for_its_classes(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.rollout import ConversationTurn
 from megatron_rl.protocol.types import GoldAnswer, Rollout, VersionSpan
 from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.faults import RolloutLimits, find_fault, limits_of
@@ -57,6 +58,13 @@ def test_rollout_that_contradicts_itself_is_found() -> None:
     for starts in ([first - 1], [first + 2], [first + 1, first], [first, first]):
         found = fault_of(replace(conversation, row_starts=starts))
         assert "are not given tokens in order" in found, starts
+    said = [ConversationTurn(at, at + 1, -1, [], "", 0.0, 0.0, 2) for at in (0, 3)]
+    for asked, is_sound in (((-1, -1), 1), ((1, 0), 1), ((0, 0), 0), ((1, 2), 0), ((0, -1), 0)):
+        order = [replace(turn, asked_before=n) for turn, n in zip(said, asked, strict=True)]
+        found = fault_of(replace(conversation, conversation=order))
+        assert found == "" if is_sound else "asked for in the order" in found, asked
+    found = fault_of(replace(conversation, conversation=[replace(said[0], asked_before=0)]))
+    assert "turns of 1 tokens, and 2 were sampled" in found
     assert "0 completion tokens" in fault_of(replace(good, token_ids=good.token_ids[:0]))
     assert fault_of(replace(good, gold=GoldAnswer(4, IDS))) == ""
     choices = np.zeros(10, np.uint8)

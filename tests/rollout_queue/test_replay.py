@@ -4,15 +4,22 @@ import itertools
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.types import RankBatch, TrainSequence
+from megatron_rl.protocol.rollout import TurnReturn, no_rollout
+from megatron_rl.protocol.rollout_files import write_thinned
+from megatron_rl.protocol.types import RankBatch, ScoredRollout, TrainSequence
 from megatron_rl.rollout_queue.batches import minibatch_sequences
-from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
+from megatron_rl.rollout_queue.drop_reasons import (
+    ENVIRONMENT_FAILED,
+    ZERO_VARIANCE,
+    ScoreFailure,
+)
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.replay import (
@@ -65,13 +72,70 @@ def test_the_index_holds_what_can_be_trained_on_and_counts_the_rest(tmp_path: Pa
     stored = StoredGroups()
     stored.add_run(tmp_path, context_tokens=64, drops_zero_variance=True, held_out=frozenset())
     assert [group.members[0].group for group in stored.groups] == list(range(6))
-    assert stored.left_out == {"zero_variance": 1, "ungradable": 1, "too_long": 1, "no_place": 1}
+    # The completion without a place is of group 3, which is there.
+    assert stored.left_out == {"zero_variance": 1, "ungradable": 1, "too_long": 1}
     keeping = StoredGroups()
     held_out = frozenset({"question p2"})
     keeping.add_run(tmp_path, context_tokens=100, drops_zero_variance=False, held_out=held_out)
     expected = {0, 1, 3, 4, 5, 100, 102}
     assert {group.members[0].group for group in keeping.groups} == expected
-    assert keeping.left_out == {"ungradable": 1, "no_place": 1, "held_out": 1}
+    assert keeping.left_out == {"ungradable": 1, "held_out": 1}
+
+
+@pytest.mark.parametrize("is_thinned", [False, True])
+def test_conversations_that_failed_are_left_out_of_their_groups(
+    tmp_path: Path, is_thinned: bool
+) -> None:
+    recorder = Recorder(tmp_path)
+    trained, not_needed, dead = (make_group(number, MIXED) for number in (0, 1, 2))
+    for group in (trained, not_needed, dead):
+        # Nothing is left of a conversation whose environment failed, not even tokens.
+        for index in range(4) if group is dead else (3,):
+            nothing = no_rollout(1, index)
+            recorder.write_ungraded(ScoreFailure(group, nothing, ENVIRONMENT_FAILED, "x"))
+            del group.scored[index]
+    # Of group 1 grading failed too, which leaves tokens.
+    ungraded = not_needed.scored.pop(2).rollout
+    recorder.write_ungraded(ScoreFailure(not_needed, ungraded, "ungradable", "x"))
+    recorder.write_step(0, [trained], 5.0)
+    recorder.write_dropped(not_needed, "not_needed")
+    recorder.write_dropped(dead, ENVIRONMENT_FAILED)
+    if is_thinned:
+        write_thinned(tmp_path / "rollouts", 2)
+        for words in (tmp_path / "rollouts").glob("dropped_*.int32"):
+            words.unlink()
+    stored = StoredGroups()
+    stored.add_run(tmp_path, context_tokens=64, drops_zero_variance=True, held_out=frozenset())
+    [group] = stored.groups
+    assert [record.index for record in group.members] == [0, 1, 2]
+    assert group.load(keeps_versions=False).rewards == MIXED[:3]
+    assert stored.left_out == {
+        "tokens_thinned" if is_thinned else "not_needed": 1, "environment_failed": 1
+    }  # fmt: skip
+
+
+def test_tokens_that_were_not_recorded_cannot_be_replayed(tmp_path: Path) -> None:
+    Recorder(tmp_path, keeps_tokens=False).write_step(0, [make_group(0, MIXED)], 5.0)
+    stored = StoredGroups()
+    with pytest.raises(InputError, match=r"step_000000.jsonl:1 .* queue.record_tokens = false"):
+        stored.add_run(tmp_path, context_tokens=64, drops_zero_variance=True, held_out=frozenset())
+
+
+def test_recorded_groups_have_zero_variance_by_the_returns_of_their_replies(
+    tmp_path: Path,
+) -> None:
+    # Equal rewards and other returns, then other rewards and equal returns.
+    groups = [make_group(0, [1.0, 1.0]), make_group(1, [1.0, 0.0])]
+    for group, values in zip(groups, [(1.0, 0.0), (0.5, 0.5)], strict=True):
+        for index, value in enumerate(values):
+            rollout, score = group.scored[index].rollout, group.scored[index].score
+            rollout = msgspec.structs.replace(rollout, turn_returns=[TurnReturn(0, 3, value)])
+            group.scored[index] = ScoredRollout(rollout, score)
+    Recorder(tmp_path).write_step(0, groups, 5.0)
+    stored = StoredGroups()
+    stored.add_run(tmp_path, context_tokens=64, drops_zero_variance=True, held_out=frozenset())
+    assert [group.members[0].group for group in stored.groups] == [0]
+    assert stored.left_out == {"zero_variance": 1}
 
 
 def test_a_stored_group_is_trained_on_as_it_was_but_for_its_versions(tmp_path: Path) -> None:
@@ -112,7 +176,7 @@ def test_each_group_is_drawn_once_before_any_twice_and_after_a_resume_the_same(
     assert metrics == {
         "queue/replay_groups": 10, "queue/replay_left_out_zero_variance": 1,
         "queue/replay_left_out_ungradable": 1, "queue/replay_left_out_too_long": 1,
-        "queue/replay_left_out_no_place": 1, "queue/replayed_groups": 2,
+        "queue/replayed_groups": 2,
         "queue/replayed_rollouts": sum(3 if n == 5 else 4 for n in numbers(replay, 10)),
         "queue/replayed_reward": sum(1.0 if n == 5 else 1.25 for n in numbers(replay, 10)),
         "queue/replayed_age_versions_mean": 0,

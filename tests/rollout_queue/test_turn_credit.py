@@ -1,15 +1,20 @@
 """Advantages of conversations whose replies are rewarded one by one, against numbers by hand."""
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
 
 from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.protocol.rollout import TurnReturn, VersionSpan
+from megatron_rl.protocol.rollout import ConversationTurn, TurnReturn, VersionSpan
+from megatron_rl.protocol.rollout_files import rollout_files
 from megatron_rl.protocol.types import Score, ScoredRollout
 from megatron_rl.rollout_queue.batches import minibatch_sequences
 from megatron_rl.rollout_queue.groups import Group
+from megatron_rl.rollout_queue.record import Recorder
+from megatron_rl.rollout_queue.replay import read_groups
 from tests.rollout_queue.makers import make_group, make_rollout
 
 
@@ -87,6 +92,50 @@ def test_a_member_that_a_limit_ended_earned_its_reward_at_its_end() -> None:
     assert group.turn_returns[2] == [TurnReturn(0, 2, 0.5), TurnReturn(1, 1, 0.5)]
 
 
+def two_chats(group: Group, index: int, order: tuple[int, ...]) -> None:
+    """Let a member hold two chats of two replies of a token each; order: numbers of asking."""
+    scored = group.scored[index]
+    starts = (0, 2, 4, 6)
+    turns = [
+        ConversationTurn(start, start + 1, -1, [], "", 0.0, 0.0, 1, asked_before=number)
+        for start, number in zip(starts, order, strict=True)
+    ]
+    rollout = msgspec.structs.replace(
+        make_rollout(index, tokens=7),
+        spans=[VersionSpan(0, start, start + 1) for start in starts],
+        conversation=turns,
+    )
+    group.scored[index] = ScoredRollout(rollout, scored.score)
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        # Asked for: a chat's first reply, the other's, then both second ones. The first chat earned
+        # 0.9 elsewhere, the second one 0.1; this member earned 0.5. Means: 2.3 / 3 and 0.7 / 3.
+        ((0, 2, 1, 3), [-0.8 / 3, -0.8 / 3, 0.8 / 3, 0.8 / 3]),
+        # Recorded by an earlier release, without numbers: in the order of tokens.
+        ((-1, -1, -1, -1), [-0.8 / 3, 0.8 / 3, -0.8 / 3, 0.8 / 3]),
+    ],
+)
+def test_replies_of_a_member_that_a_limit_ended_are_numbered_by_asking(
+    tmp_path: Path, order: tuple[int, ...], expected: list[float]
+) -> None:
+    group = make_group(0, [0.5, 0.5, 0.5])
+    for index in range(3):
+        two_chats(group, index, order)
+    for index in range(2):
+        scored = group.scored[index]
+        returns = [TurnReturn(n, 1, value) for n, value in ((0, 0.9), (2, 0.9), (1, 0.1), (3, 0.1))]
+        rollout = msgspec.structs.replace(scored.rollout, turn_returns=returns)
+        group.scored[index] = ScoredRollout(rollout, scored.score)
+    assert advantages([group])[2] == pytest.approx(expected, rel=1e-6)
+    # A recorded group has the same ones.
+    Recorder(tmp_path).write_step(0, [group], 5.0)
+    [stored] = read_groups(rollout_files(tmp_path)[0])
+    assert advantages([stored.load(keeps_versions=False)])[2] == pytest.approx(expected, rel=1e-6)
+
+
 def test_replies_and_whole_completions_have_one_scale() -> None:
     by_turn, whole = make([[4.0, 0.0], [0.0, 0.0]]), make([[1.0], [0.0]])
     for index in range(2):
@@ -111,3 +160,47 @@ def test_a_group_without_rewards_of_replies_has_one_advantage_a_completion() -> 
         rollout = msgspec.structs.replace(scored.rollout, turn_returns=[])
         group.scored[index] = ScoredRollout(rollout, scored.score)
     assert advantages([group]) == [[], []]
+
+
+def lengthen(group: Group, index: int, tokens: int) -> None:
+    """Give each reply of a member another number of tokens."""
+    scored = group.scored[index]
+    returns = [msgspec.structs.replace(one, tokens=tokens) for one in scored.rollout.turn_returns]
+    longer = make_rollout(index, tokens=tokens * len(returns))
+    rollout = msgspec.structs.replace(longer, turn_returns=returns)
+    group.scored[index] = ScoredRollout(rollout, scored.score)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "has_zero_variance"),
+    [
+        ([[0.0, 0.0], [0.0, 0.0]], True),
+        # All failed, after two replies or after one: 0 0 | 0.
+        ([[0.0, 0.0], [0.0]], True),
+        # Nobody else got to the second reply. Returns: 1 1 | 1, so that both first ones are equal.
+        ([[0.0, 1.0], [1.0]], True),
+        # Returns: 1 1 | 1 0.
+        ([[0.0, 1.0], [1.0, 0.0]], False),
+        # Returns: 1.5 0.5 | 1 0.5.
+        ([[1.0, 0.5], [0.5, 0.5]], False),
+        # Two of three got to the second reply. Returns: 1 1 | 1 | 1 0.
+        ([[0.0, 1.0], [1.0], [1.0, 0.0]], False),
+    ],
+)
+def test_zero_variance_means_that_all_advantages_are_0(
+    rewards: list[list[float]], has_zero_variance: bool
+) -> None:
+    group = make(rewards)
+    # The length of replies is not compared.
+    lengthen(group, 1, 5)
+    assert group.has_zero_variance == has_zero_variance
+    has_advantages = any(value for one in advantages([group]) for value in one)
+    assert has_advantages != has_zero_variance
+
+
+def test_the_reward_of_an_episode_is_not_compared_where_its_replies_earn_their_own() -> None:
+    group = make([[0.5], [0.5]])
+    scored = group.scored[1]
+    group.scored[1] = ScoredRollout(scored.rollout, Score(0.0, {}, "x", is_outcome=True))
+    assert group.rewards == [0.5, 0.0] and group.has_zero_variance
+    assert advantages([group]) == [[0.0, 0.0], [0.0, 0.0]]
