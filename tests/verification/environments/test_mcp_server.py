@@ -213,6 +213,7 @@ def test_content_that_is_no_text_is_named_in_its_place() -> None:
         return SimpleNamespace(content=parts, is_error=False)
 
     told = SimpleNamespace(name="look", description="", input_schema={})
-    text = asyncio.run(ServerTool(SimpleNamespace(call_tool=call_tool), told).function())
+    server = Server(SimpleNamespace(call_tool=call_tool), None)
+    text = asyncio.run(ServerTool(server, told).function())
     expected = ["see", "[image omitted]", "[audio omitted]", "the file", "[resource omitted]"]
     assert text.split("\n") == [*expected, "file:///a"]
