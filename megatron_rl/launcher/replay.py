@@ -3,6 +3,7 @@
 Used by `megatron-rl replay`, in its one thread.
 """
 
+import math
 import shutil
 import sys
 import time
@@ -194,11 +195,18 @@ def step_rows(run_dir: Path, replay: Replay) -> list[Row]:
 
 
 def differences(recorded: Row, repeated: Row) -> dict[str, tuple[float, float]]:
-    """(recorded, repeated) of each metric of the training step that differs."""
+    """(recorded, repeated) of each metric of the training step that differs.
+
+    Two NaNs are equal: a skipped step has them, and a repeated one has to skip too.
+    """
     names = [
         name
         for name in recorded
         if name.startswith("train/") and not name.endswith(_OF_THE_MACHINE) and name in repeated
     ]
     pairs = {name: (recorded[name], repeated[name]) for name in names}
-    return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
+    return {
+        name: (old, new)
+        for name, (old, new) in pairs.items()
+        if old != new and not (math.isnan(old) and math.isnan(new))
+    }

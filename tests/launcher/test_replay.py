@@ -77,6 +77,14 @@ def test_figures_of_the_machine_are_no_difference() -> None:
     assert differences(old, new | {"train/loss": 0.25}) == {"train/loss": (0.5, 0.25)}
 
 
+def test_steps_that_were_skipped_alike_are_equal() -> None:
+    nan = float("nan")
+    old, new = ({"train/loss": nan, "train/grad_norm": float(g), "step": 3} for g in ("nan", "inf"))
+    assert differences(old, {**old, "train/loss": float("nan")}) == {}
+    assert list(differences(old, new)) == ["train/grad_norm"]
+    assert list(differences(old, {**old, "train/loss": 0.5})) == ["train/loss"]
+
+
 def test_only_a_lost_checkpoint_with_a_state_of_the_queue_is_rebuilt(tmp_path: Path) -> None:
     run_dir = run_with(tmp_path / "run", [*range(4, 10)], [4])
     for step in (4, 8):
