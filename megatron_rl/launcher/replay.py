@@ -113,8 +113,8 @@ def _check_rebuilt(run_dir: Path, step: int) -> None:
 
 
 def place_rebuilt(replay: Replay, *, is_equal: bool) -> Path:
-    """Where the rebuilt checkpoint is: in the run folder, from which the run resumes, if it is
-    equal to the lost one."""
+    """Where the rebuilt checkpoint is: in the run folder, from which the run resumes, if all steps
+    were compared and are equal."""
     place = CHECKPOINTS, folder_name(replay.last)
     made, lost = replay.out.joinpath(*place), replay.run_dir.joinpath(*place)
     if not is_equal:
@@ -192,6 +192,26 @@ def step_rows(run_dir: Path, replay: Replay) -> list[Row]:
         for row in rows
         if row.get("source") == "trainer" and replay.first <= row["step"] <= replay.last
     ]
+
+
+@dataclass(frozen=True)
+class ComparedStep:
+    """A repeated step, next to the recorded one."""
+
+    repeated: Row
+    recorded: Row | None
+    """None: the run ended before the trainer wrote the row of its batch."""
+
+    @property
+    def differences(self) -> dict[str, tuple[float, float]] | None:
+        """See `differences`; None: there is nothing to compare with."""
+        return None if self.recorded is None else differences(self.recorded, self.repeated)
+
+
+def compare_steps(replay: Replay, repeated: Sequence[Row]) -> list[ComparedStep]:
+    """The repeated steps, each next to the run's row of it."""
+    recorded = {row["step"]: row for row in step_rows(replay.run_dir, replay)}
+    return [ComparedStep(row, recorded.get(row["step"])) for row in repeated]
 
 
 def differences(recorded: Row, repeated: Row) -> dict[str, tuple[float, float]]:

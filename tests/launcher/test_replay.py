@@ -1,12 +1,24 @@
 """Which steps of a run can be repeated, from which checkpoint, and what counts as a difference."""
 
+import contextlib
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from megatron_rl.cli.replay import show_steps
 from megatron_rl.config.errors import InputError
-from megatron_rl.launcher.replay import Replay, differences, find_replay, place_rebuilt
+from megatron_rl.launcher.replay import (
+    Replay,
+    compare_steps,
+    differences,
+    find_replay,
+    place_rebuilt,
+    step_rows,
+)
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, complete_checkpoints
+from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.stored_batches import BATCHES, state_name
 from tests.launcher.test_run_folder import make_checkpoint
 
@@ -83,6 +95,28 @@ def test_steps_that_were_skipped_alike_are_equal() -> None:
     assert differences(old, {**old, "train/loss": float("nan")}) == {}
     assert list(differences(old, new)) == ["train/grad_norm"]
     assert list(differences(old, {**old, "train/loss": 0.5})) == ["train/loss"]
+
+
+def test_a_step_that_the_run_did_not_finish_is_shown_and_not_compared(tmp_path: Path) -> None:
+    run_dir = run_with(tmp_path / "run", [4, 5, 6], [4])
+    found = find_replay(run_dir, 5, 7, None, ())
+    # The killed run had the batch of step 7, and wrote no row of it.
+    write_losses(run_dir, {5: 0.1, 6: 0.2})
+    write_losses(found.out, {5: 0.1, 6: 0.3, 7: 0.4})
+    steps = compare_steps(found, step_rows(found.out, found))
+    assert [one.differences for one in steps] == [{}, {"train/loss": (0.2, 0.3)}, None]
+    screen = io.StringIO()
+    show_steps(Console(file=screen, width=120), steps)
+    lines = [line.split() for line in screen.getvalue().splitlines()]
+    assert ["7", "train/loss", "-", "0.4"] in lines
+    assert "1 of 2 steps equal the recorded ones in all their figures".split() in lines
+    assert "Not compared without a recorded row: 7".split() in lines
+
+
+def write_losses(folder: Path, losses: dict[int, float]) -> None:
+    with contextlib.closing(JsonlWriter(folder / "metrics.jsonl", "trainer")) as writer:
+        for step, loss in losses.items():
+            writer.write(step, {"train/loss": loss})
 
 
 def test_only_a_lost_checkpoint_with_a_state_of_the_queue_is_rebuilt(tmp_path: Path) -> None:
