@@ -51,13 +51,15 @@ def cross_entropy(tokens: Tokens, cfg: ShapingConfig) -> Tensor:
     """(q - p) / (1 - p) of a sequence: SPO's loss -(q log p + (1 - q) log(1 - p)).
 
     q = exp((r - top_reward) / beta) and p = exp((V + beta S - top_reward) / beta). The queue's
-    advantage is r - V (advantage estimator soft_value), or r with baseline soft. A sequence whose p
-    reaches 1 teaches nothing, as in the paper: take a top_reward above what can be earned. Source:
-    SPO (arXiv 2503.05453), section 3.2.
+    advantage is r - V (advantage estimator soft_value), or r with baseline soft, which for tokens
+    of a rewarded reply is its return. A sequence whose p reaches 1 teaches nothing, as in the
+    paper: take a top_reward above what can be earned. Source: SPO (arXiv 2503.05453), section 3.2.
     """
     segments, beta = tokens.segments, cfg.temperature
     sums = segments.sum(tokens.with_constant_policy().reference_log_ratios)
-    log_q = ((tokens.rewards - cfg.top_reward) / beta).clamp_max(0.0)
+    # With baseline soft advantages are rewards, or the replies' returns, which p must not hold.
+    rewards = tokens.rewards if tokens.values is None else tokens.advantages
+    log_q = ((rewards - cfg.top_reward) / beta).clamp_max(0.0)
     log_p = log_q + segments.spread(sums) - _less_value(tokens) / beta
     slopes = (log_q.exp() - log_p.exp()) / -log_p.expm1()
     return slopes.masked_fill(log_p >= -1e-6 / beta, 0.0)

@@ -1,8 +1,10 @@
 """`megatron-rl replay RUN --step N`: repeat recorded steps, and compare."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +14,9 @@ from megatron_rl.cli.command_line.parameters import Json, Overrides, RunFolder
 from megatron_rl.cli.command_line.printing import say, show_table
 from megatron_rl.config.errors import InputError
 from megatron_rl.observe.deaths import until_death
+
+if TYPE_CHECKING:
+    from megatron_rl.launcher.replay import ComparedStep
 
 _SHOWN = ("train/loss", "train/grad_norm", "train/entropy_nats", "train/clip_fraction")
 _EXAMPLES = """Examples:
@@ -41,7 +46,7 @@ class ReplayOptions:
     """Also write the policy after the last step to OUT/hf."""
     rebuild: bool = False
     """Also rebuild the run's lost checkpoint of the last step. It is put into RUN/checkpoints if
-    all figures equal the recorded ones, else it stays in OUT/checkpoints."""
+    all figures of all steps equal recorded ones, else it stays in OUT/checkpoints."""
     json: Json = False
 
 
@@ -49,13 +54,7 @@ class ReplayOptions:
 def replay(options: ReplayOptions, console: Console) -> int:
     """Exit code: 0, 1 (a rank failed), 2 (bad input)."""
     # Loads most of the launcher.
-    from megatron_rl.launcher.replay import (
-        differences,
-        find_replay,
-        place_rebuilt,
-        run_replay,
-        step_rows,
-    )
+    from megatron_rl.launcher.replay import compare_steps, find_replay, place_rebuilt, run_replay
 
     if options.step < 1:
         raise InputError("megatron-rl replay needs --step N, counted from 1")
@@ -70,27 +69,35 @@ def replay(options: ReplayOptions, console: Console) -> int:
     code = until_death(lambda: repeated.extend(run_replay(wanted)))
     if code:
         return code
-    recorded = step_rows(options.run_dir, wanted)
-    found = [differences(old, new) for old, new in zip(recorded, repeated, strict=True)]
-    rebuilt = place_rebuilt(wanted, is_equal=not any(found)) if options.rebuild else None
+    steps = compare_steps(wanted, repeated)
+    rebuilt = None
+    if options.rebuild:
+        rebuilt = place_rebuilt(wanted, is_equal=all(one.differences == {} for one in steps))
     if options.json:
-        tree = [
-            {"step": old["step"], "differences": one}
-            for old, one in zip(recorded, found, strict=True)
-        ]
+        tree = [{"step": one.repeated["step"], "differences": one.differences} for one in steps]
         tail: dict[str, object] = {"trained_from": wanted.trained_from}
         if rebuilt:
             tail["checkpoint"] = str(rebuilt)
         print(json.dumps({"out": str(wanted.out), "steps": tree} | tail), file=console.file)
         return 0
-    table = Table("step", "metric", "recorded", "repeated", box=None, pad_edge=False)
-    for old, new, differs in zip(recorded, repeated, found, strict=True):
-        for name in dict.fromkeys([*(n for n in _SHOWN if n in new), *differs]):
-            table.add_row(str(old["step"]), name, f"{old.get(name, '-')}", f"{new[name]}")
-    show_table(console, table)
-    equal = sum(not one for one in found)
-    say(console, f"{equal} of {len(found)} steps equal the recorded ones in all their figures")
+    show_steps(console, steps)
     say(console, f"Rows and logs       {wanted.out}")
     if rebuilt is not None:
         say(console, f"Checkpoint          {rebuilt}")
     return 0
+
+
+def show_steps(console: Console, steps: Sequence["ComparedStep"]) -> None:
+    """Each figure next to the recorded one, and how many steps are equal or not compared."""
+    table = Table("step", "metric", "recorded", "repeated", box=None, pad_edge=False)
+    for one in steps:
+        old, new = one.recorded or {}, one.repeated
+        for name in dict.fromkeys([*(n for n in _SHOWN if n in new), *(one.differences or {})]):
+            table.add_row(str(new["step"]), name, f"{old.get(name, '-')}", f"{new[name]}")
+    show_table(console, table)
+    compared = [one for one in steps if one.recorded is not None]
+    equal = sum(not one.differences for one in compared)
+    say(console, f"{equal} of {len(compared)} steps equal the recorded ones in all their figures")
+    missing = [str(one.repeated["step"]) for one in steps if one.recorded is None]
+    if missing:
+        say(console, f"Not compared        without a recorded row: {', '.join(missing)}")

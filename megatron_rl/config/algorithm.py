@@ -90,7 +90,7 @@ class CorrectionConfig(Part):
     name: str = "none"
     """Entry of CORRECTIONS (none, truncated, masked), or package.module:function. auto: that of the
     preset; without one, truncated where policy_loss.old_logprobs="recompute" and
-    queue.max_staleness is above 0, else none."""
+    queue.max_staleness is above 0 at any stage, else none."""
     level: Literal["token", "sequence"] = "token"
     """Compute the ratio per token, or per sequence (geometric mean)."""
     low: NonNegativeFloat = 0.5

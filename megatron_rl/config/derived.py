@@ -23,7 +23,7 @@ def _shares_tensors(tree: _Tree) -> bool:
 
 
 def _samples(tree: _Tree) -> int:
-    return 1 if _section(tree, "eval").get("temperature") == 0 else 4
+    return 1 if _number(tree, "eval", "temperature") == 0 else 4
 
 
 def _correction(tree: _Tree) -> str:
@@ -34,9 +34,15 @@ def _correction(tree: _Tree) -> str:
     if "name" in _section(values, "correction"):
         return str(values["correction"]["name"])
     policy_loss = {**_section(values, "policy_loss"), **_section(algorithm, "policy_loss")}
-    is_stale = _section(tree, "queue").get("max_staleness", 1) != 0
     is_own = policy_loss.get("old_logprobs") == "recompute"
-    return "truncated" if is_own and is_stale else "none"
+    return "truncated" if is_own and _is_ever_stale(tree) else "none"
+
+
+def _is_ever_stale(tree: _Tree) -> bool:
+    """Whether any stage trains on older policies' tokens: all stages have one objective."""
+    stages = [_section(one, "queue").get("max_staleness", 0) for one in _tables(tree, "stages")]
+    given = [_section(tree, "queue").get("max_staleness", 1), *stages]
+    return any(_as_number(versions) != 0 for versions in given)
 
 
 def _section(tree: _Tree, name: str) -> _Tree:
@@ -83,17 +89,26 @@ def patience_of(tree: _Tree) -> float:
 
 
 def _number(tree: _Tree, section: str, name: str) -> float | None:
-    found = _section(tree, section).get(name)
-    return found if isinstance(found, int | float) else None
+    return _as_number(_section(tree, section).get(name))
 
 
-def _longest(tree: _Tree) -> int:
+def _as_number(given: Any) -> float | None:
+    """A number, in quotes or not, as the tree takes it; None for what its check refuses."""
+    if isinstance(given, str):
+        try:
+            return float(given)
+        except ValueError:
+            return None
+    return given if isinstance(given, int | float) else None
+
+
+def _longest(tree: _Tree) -> float:
     """Most tokens of a completion, in any stage or evaluation."""
     evaluation = _section(tree, "eval")
     stages = [_section(one, "sampling") for one in _tables(tree, "stages")]
     sections = [_section(tree, "sampling"), evaluation, *_tables(evaluation, "sets"), *stages]
-    found = [section.get("max_new_tokens") for section in sections]
-    return max((n for n in found if isinstance(n, int)), default=0)
+    found = [_as_number(section.get("max_new_tokens")) for section in sections]
+    return max((n for n in found if n is not None), default=0)
 
 
 def _tables(tree: _Tree, name: str) -> list[_Tree]:

@@ -64,8 +64,8 @@ def longest_stage(config: Config) -> Config:
     return max(resolve_stages(config), key=lambda stage: stage.sampling.max_new_tokens)
 
 
-def optimizer_steps(config: Config) -> int:
-    """Optimizer steps of the whole run, for the schedule of the learning rate.
+def optimizer_steps(config: Config, first: int = 0) -> int:
+    """Optimizer steps from batch `first` to the end, for the schedule of the learning rate.
 
     A stage with a plateau adds nothing: `_check_schedule` lets it change optimizer steps only under
     a constant rate.
@@ -75,10 +75,10 @@ def optimizer_steps(config: Config) -> int:
     for trigger, stage in zip(config.stages, stages[1:], strict=True):
         known += [(trigger.at_step, stage)] if trigger.at_step is not None else []
     steps = config.train.steps
-    ends = [first for first, _ in known[1:]] + [steps]
+    ends = [begin for begin, _ in known[1:]] + [steps]
     return sum(
-        max(0, min(end, steps) - first) * stage.train.minibatches
-        for (first, stage), end in zip(known, ends, strict=True)
+        max(0, min(end, steps) - max(begin, first)) * stage.train.minibatches
+        for (begin, stage), end in zip(known, ends, strict=True)
     )
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from megatron_rl.config.algorithm import REGRESSIONS, AlgorithmConfig, Part
 from megatron_rl.config.expert import public_key
 from megatron_rl.config.presets import PRESETS
+from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
 
 
@@ -120,11 +121,12 @@ def off_policy_bias(config: Config) -> list[str]:
     corrects = cfg.correction.name != "none" or cfg.shaping.name != "none"
     if cfg.policy_loss.name != "reinforce" or corrects or not config.train.steps:
         return []
-    why = []
-    if config.queue.max_staleness:
-        why.append(f"queue.max_staleness = {config.queue.max_staleness}")
-    if config.train.minibatches > 1:
-        why.append(f"train.minibatches = {config.train.minibatches}")
+    stages = resolve_stages(config)
+    staleness = max(stage.queue.max_staleness for stage in stages)
+    minibatches = max(stage.train.minibatches for stage in stages)
+    why = [f"queue.max_staleness = {staleness}"] if staleness else []
+    if minibatches > 1:
+        why.append(f"train.minibatches = {minibatches}")
     if not why:
         return []
     return [

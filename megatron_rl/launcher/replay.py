@@ -3,6 +3,7 @@
 Used by `megatron-rl replay`, in its one thread.
 """
 
+import math
 import shutil
 import sys
 import time
@@ -11,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.files import load_run, override
+from megatron_rl.config.files import load_config, load_run, override
+from megatron_rl.config.staging import optimizer_steps
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.cold_start import first_model
 from megatron_rl.launcher.node import environment_of_ranks, open_supervisor
 from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import find_free
-from megatron_rl.launcher.run_folder import CONFIG
+from megatron_rl.launcher.run_folder import CONFIG, kept_config_name
 from megatron_rl.launcher.supervisor import POLL_S
 from megatron_rl.protocol.checkpoint_folder import (
     CHECKPOINTS,
@@ -26,13 +28,21 @@ from megatron_rl.protocol.checkpoint_folder import (
     discard,
     folder_name,
 )
-from megatron_rl.protocol.metrics import Row, stream_rows
+from megatron_rl.protocol.metrics import CONTINUED, RESUMED, Row, iter_jsonl, stream_rows
 from megatron_rl.protocol.stored_batches import BATCHES, state_name, stored_steps
 from megatron_rl.protocol.whole_file import check_writable
 
 _HOST = "127.0.0.1"
 _OF_THE_MACHINE = ("_s", "per_gpu", "train/mfu")
 """Ends of names of metrics that differ between two machines."""
+_READ = ("model", "algorithm", "optimizer", "parallel", "train")
+_READ_OF_TRAIN = (
+    "microbatch_tokens", "packing", "pad_microbatches", "logprob_chunk_tokens", "router_replay",
+    "deterministic", "max_skipped_updates",
+)  # fmt: skip
+_OF_THE_BATCH = (
+    "preset", "zero_variance_groups", "advantage_estimator", "normalization", "aggregation"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,8 +122,8 @@ def _check_rebuilt(run_dir: Path, step: int) -> None:
 
 
 def place_rebuilt(replay: Replay, *, is_equal: bool) -> Path:
-    """Where the rebuilt checkpoint is: in the run folder, from which the run resumes, if it is
-    equal to the lost one."""
+    """Where the rebuilt checkpoint is: in the run folder, from which the run resumes, if all steps
+    were compared and are equal."""
     place = CHECKPOINTS, folder_name(replay.last)
     made, lost = replay.out.joinpath(*place), replay.run_dir.joinpath(*place)
     if not is_equal:
@@ -133,30 +143,103 @@ def run_replay(replay: Replay) -> list[Row]:
     """
     out, run_dir = replay.out.resolve(), replay.run_dir.resolve()
     model = first_model(load_run(run_dir), is_resumed=replay.checkpoint is not None)
+    source = find_config(replay)
     overrides = [
         override("model.path", str(model)), override("run.dir", str(out)),
         override("ports.host", _HOST), *replay.overrides,
     ]  # fmt: skip
-    config = load_run(run_dir, overrides)
+    config = load_config(source, overrides)
     gpus = listed_gpus()
     _check(config, gpus)
     (out / "logs").mkdir(parents=True)
     environment = environment_of_ranks(config, gpus, config.parallel.world_size)
     with open_supervisor(config) as supervisor:
-        supervisor.start("replay", _command(replay, config, overrides), environment=environment)
+        command = _command(replay, config, source, overrides)
+        supervisor.start("replay", command, environment=environment)
         while supervisor.is_running("replay"):
             time.sleep(POLL_S)
             supervisor.check()
     return step_rows(out, replay)
 
 
-def _command(replay: Replay, config: Config, overrides: Sequence[str]) -> list[str]:
+def find_config(replay: Replay) -> Path:
+    """The configuration under which the run trained the steps.
+
+    Raises InputError for steps of several ones, if training reads other values, the given keys
+    aside; and for one that was not kept.
+    """
+    parts = []
+    for begin, end, file in _configured_parts(replay.run_dir.resolve()):
+        if begin >= replay.last or (end is not None and end < replay.trained_from):
+            continue
+        if file is None:
+            raise InputError(
+                f"the configuration of the steps {begin + 1} to {end} was not kept, as the run "
+                f"was resumed twice after step {end}: give steps of another part of the run"
+            )
+        parts.append((begin, end, file))
+    *earlier, (begin, _, last) = parts
+    values = _values_of_training(load_config(last, replay.overrides))
+    for _, end, file in earlier:
+        old = _values_of_training(load_config(file, replay.overrides))
+        keys = sorted(key for key in values | old if values.get(key) != old.get(key))
+        if keys:
+            raise InputError(
+                f"the steps {replay.trained_from} to {replay.last} were trained under {file.name} "
+                f"to step {end} and under {last.name} from step {begin + 1}, which differ in "
+                f"{', '.join(keys)}: give steps up to {end}, or give these keys, which then hold "
+                "for all of the steps"
+            )
+    return last
+
+
+_Part = tuple[int, int | None, Path | None]
+
+
+def _configured_parts(run_dir: Path) -> list[_Part]:
+    """(steps before it, its last step or None, configuration) of each part of a run, in order.
+
+    No configuration: it was not kept. `write_config` keeps that before the first resume of a step.
+    """
+    parts: list[_Part] = [(0, None, run_dir / CONFIG)]
+    written: set[Path] = set()
+    for row in iter_jsonl(run_dir / "metrics.jsonl", holding=RESUMED):
+        if CONTINUED in row:
+            continue
+        step = row["step"]
+        kept = run_dir / kept_config_name(step)
+        # The steps after a resume are trained again, whatever configured them before.
+        parts = [(begin, end, file) for begin, end, file in parts if begin < step]
+        begin, end, file = parts[-1]
+        if end is None:
+            file = None if kept in written else kept
+        parts[-1] = (begin, step if end is None else min(step, end), file)
+        parts.append((step, None, run_dir / CONFIG))
+        written.add(kept)
+    return parts
+
+
+def _values_of_training(config: Config) -> dict[str, object]:
+    """Values that a repeated step reads, by key. Advantages and weights are part of its batch."""
+    sections = {name: getattr(config, name).model_dump() for name in _READ}
+    for name in _OF_THE_BATCH:
+        del sections["algorithm"][name]
+    found: dict[str, object] = {
+        f"{section}.{key}": value for section, keys in sections.items()
+        for key, value in keys.items() if section != "train" or key in _READ_OF_TRAIN
+    }  # fmt: skip
+    if config.optimizer.lr_schedule != "constant":
+        found["train.steps or minibatches (optimizer.lr_schedule)"] = optimizer_steps(config)
+    return found
+
+
+def _command(replay: Replay, config: Config, source: Path, overrides: Sequence[str]) -> list[str]:
     run_dir = replay.run_dir.resolve()
     torchrun = [
         f"--nproc-per-node={config.parallel.world_size}", "--rdzv-backend=run-address",
         f"--rdzv-endpoint={_HOST}:{find_free(_HOST)}", "--rdzv-conf=rank=0",
     ]  # fmt: skip
-    arguments = ["--config", str(run_dir / CONFIG), "--source", str(run_dir)]
+    arguments = ["--config", str(source), "--source", str(run_dir)]
     if replay.checkpoint is not None:
         arguments += ["--checkpoint", str(replay.checkpoint.resolve())]
     if replay.exports:
@@ -193,12 +276,39 @@ def step_rows(run_dir: Path, replay: Replay) -> list[Row]:
     ]
 
 
+@dataclass(frozen=True)
+class ComparedStep:
+    """A repeated step, next to the recorded one."""
+
+    repeated: Row
+    recorded: Row | None
+    """None: the run ended before the trainer wrote the row of its batch."""
+
+    @property
+    def differences(self) -> dict[str, tuple[float, float]] | None:
+        """See `differences`; None: there is nothing to compare with."""
+        return None if self.recorded is None else differences(self.recorded, self.repeated)
+
+
+def compare_steps(replay: Replay, repeated: Sequence[Row]) -> list[ComparedStep]:
+    """The repeated steps, each next to the run's row of it."""
+    recorded = {row["step"]: row for row in step_rows(replay.run_dir, replay)}
+    return [ComparedStep(row, recorded.get(row["step"])) for row in repeated]
+
+
 def differences(recorded: Row, repeated: Row) -> dict[str, tuple[float, float]]:
-    """(recorded, repeated) of each metric of the training step that differs."""
+    """(recorded, repeated) of each metric of the training step that differs.
+
+    Two NaNs are equal: a skipped step has them, and a repeated one has to skip too.
+    """
     names = [
         name
         for name in recorded
         if name.startswith("train/") and not name.endswith(_OF_THE_MACHINE) and name in repeated
     ]
     pairs = {name: (recorded[name], repeated[name]) for name in names}
-    return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
+    return {
+        name: (old, new)
+        for name, (old, new) in pairs.items()
+        if old != new and not (math.isnan(old) and math.isnan(new))
+    }

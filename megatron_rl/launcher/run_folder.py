@@ -350,6 +350,11 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
+def kept_config_name(step: int) -> str:
+    """File of the configuration before the first resume after a step."""
+    return f"config.until_step_{step:06d}.toml"
+
+
 def write_config(config: Config, resumed: Path | None, *, continues: bool = False) -> None:
     """Save the config that all processes read; keeps the config of a resumed run's earlier part.
 
@@ -357,7 +362,7 @@ def write_config(config: Config, resumed: Path | None, *, continues: bool = Fals
     """
     path = config.run.dir / CONFIG
     if resumed is not None and path.exists() and not continues:
-        kept = path.with_name(f"config.until_step_{step_of(resumed):06d}.toml")
+        kept = path.with_name(kept_config_name(step_of(resumed)))
         # Copied: the folder of a launcher that is killed here has its configuration. Resumed from
         # the same step again, the steps of the present configuration are gone.
         if not kept.exists():

@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.observe.activity_text import ActivityTotals
 from megatron_rl.observe.choice import accuracy_text, prompts_text
@@ -242,8 +243,9 @@ def warnings_of(steps: Sequence[Row], config: Config) -> dict[str, str]:
 
     dropped = f"{GROUPS_DROPPED}zero_variance"
     staleness, gap = "queue/staleness_versions_mean", "train/logprob_gap"
+    allowed = max(stage.queue.max_staleness for stage in resolve_stages(config))
     checks = (
-        (staleness, median(staleness), float(config.queue.max_staleness)),
+        (staleness, median(staleness), float(allowed)),
         (gap, median(gap), _LARGE_GAP_NATS),
         (dropped, total(dropped), _MANY_ZERO_VARIANCE * total("queue/groups_trained")),
         ("train/skipped_steps", total("train/skipped_steps"), 0.0),

@@ -55,6 +55,7 @@ def main(cfg: Config, options: argparse.Namespace) -> None:
             record=open_record(cfg),
         )
         first = restore(trainer, options.checkpoint) if options.checkpoint is not None else 0
+        trainer.expect_steps(optimizer_steps(cfg, first))
         note_started()
         with failures_noted():
             repeat(trainer, leader, Stored.of(cfg, options.source, range(first, options.last)), cfg)

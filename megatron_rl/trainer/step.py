@@ -111,6 +111,13 @@ class Trainer:
         # Copies float32 masters: the weights must be loaded by now.
         self.optimizer = build_optimizer(optimizer, policy.chunks)
 
+    def expect_steps(self, count: int) -> None:
+        """End the learning-rate schedule after `count` more steps.
+
+        For a restored trainer: the steps before its checkpoint may have had other minibatches.
+        """
+        self._total_steps = self.steps_done + count
+
     @span("prepare")
     def prepare(
         self,

@@ -163,6 +163,7 @@ def main(cfg: Config, scorer_address: str) -> None:
             trainer.profile,
         ):
             steps = range(checkpoints.resume(trainer), cfg.train.steps)
+            trainer.expect_steps(optimizer_steps(cfg, steps.start))
             batches.stored = find_stored(cfg, control, steps.start)
             with open_syncer(cfg, policy, control) as weights:
                 if batches.stored.steps:

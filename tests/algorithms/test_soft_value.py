@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.shaping import cross_entropy
 from megatron_rl.algorithms.soft_value import SoftValues, soft_values
 from megatron_rl.algorithms.tokens import Segments, Tokens
+from megatron_rl.config.algorithm import ShapingConfig
 from tests.algorithms.tabular import BANDIT, LIMIT, PAIRS, Table, expected_gradient, gradient
 
 BETA = 0.4
@@ -205,6 +207,22 @@ def test_the_cross_entropy_takes_the_same_value() -> None:
         PAIRS, given, logits, group_size=2, behaviour=behaviour, reference=reference
     )
     torch.testing.assert_close(found, exact, **LIMIT)
+
+
+def test_a_reply_is_held_to_its_own_return_and_all_replies_to_one_policy() -> None:
+    segments = Segments(*(torch.tensor(found) for found in ([0, 0], [2], [0], [0])))
+    ones = torch.ones(2, dtype=torch.float64)
+    returns = torch.tensor([1.0, 0.6], dtype=torch.float64)
+    tokens = Tokens(
+        logprobs=-ones, generator_logprobs=-ones, advantages=returns, rewards=ones, weights=ones,
+        is_real=ones > 0, lags=torch.zeros(2).long(), segments=segments, is_gold=ones < 0,
+        reference_logprobs=-1.2 * ones, values=0.5 * ones,
+    )  # fmt: skip
+    cfg = ShapingConfig(name="cross_entropy", baseline="soft", temperature=0.5, top_reward=2.0)
+    # log p = (V + beta S - top) / beta with S = 2 x 0.2; log q = (return - top) / beta.
+    p, qs = math.exp((0.5 + 0.5 * 0.4 - 2) / 0.5), (math.exp(-2.0), math.exp(-2.8))
+    expected = [(q - p) / (1 - p) for q in qs]
+    assert cross_entropy(tokens, cfg).tolist() == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("sampled_by", ["best", "reference"])

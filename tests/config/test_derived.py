@@ -70,6 +70,41 @@ def test_stale_tokens_are_corrected_where_no_ratio_does_it(overrides: list[str],
     assert name != "truncated" or correction.high == 2.0
 
 
+@pytest.mark.parametrize(
+    ("base", "stage", "name"),
+    [("0", "{max_staleness=4}", "truncated"), ("0", "{}", "none"), ('"0"', "{}", "none"),
+     ('"4"', "{}", "truncated"), ("0", '{max_staleness="0"}', "none"),
+     ("4", "{max_staleness=0}", "truncated")],
+)  # fmt: skip
+def test_a_stale_stage_is_corrected_over_a_synchronous_start(
+    tmp_path: Path, base: str, stage: str, name: str
+) -> None:
+    path = tmp_path / "staged.toml"
+    path.write_text(f"""
+[algorithm]
+preset = "gspo"
+[queue]
+max_staleness = {base}
+[[stages]]
+at_step = 10
+queue = {stage}
+""")
+    assert load_config(path).algorithm.correction.name == name
+
+
+def test_a_number_in_quotes_counts_as_a_number() -> None:
+    given = [
+        "eval.temperature='0'", "parallel.data='2'", "parallel.tensor='2'", "run.patience='3'",
+        "generator.context_tokens=70000", "sampling.max_new_tokens='60000'",
+    ]  # fmt: skip
+    plain = [one.replace("'", "") for one in given]
+    found = load_config(None, given)
+    assert found == load_config(None, plain)
+    assert (found.eval.samples, found.parallel.sequence) == (1, True)
+    # 0.12 s a token, three times.
+    assert found.generator.request_timeout_s == pytest.approx(21_600)
+
+
 def test_supervised_steps_have_their_own_rate_and_the_rest_of_the_defaults() -> None:
     config = load_config(None, ["sft.optimizer.warmup_steps=3"])
     assert (config.sft.optimizer.lr, config.optimizer.lr) == (1e-5, 1e-6)

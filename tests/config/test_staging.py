@@ -62,6 +62,15 @@ def test_a_stage_keeps_what_the_stage_before_it_changed(tmp_path: Path) -> None:
     assert optimizer_steps(load_config(write(tmp_path, STAGED), ["train.steps=3"])) == 6
 
 
+def test_steps_of_a_part_of_a_run_add_up_to_those_of_all(tmp_path: Path) -> None:
+    for last in (3, 20):
+        config = load_config(write(tmp_path, STAGED), [f"train.steps={last}"])
+        of_batches, whole = ([2] * 5 + [1] * 15)[:last], optimizer_steps(config)
+        for first in range(last + 1):
+            assert optimizer_steps(config, first) == sum(of_batches[first:])
+            assert sum(of_batches[:first]) + optimizer_steps(config, first) == whole
+
+
 def test_stages_survive_the_saved_configuration(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, STAGED))
     assert load_config(write(tmp_path, dump_toml(config))) == config

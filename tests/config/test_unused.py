@@ -83,3 +83,14 @@ def test_a_loss_without_importance_ratio_needs_fresh_completions(
 ) -> None:
     found = off_policy_bias(load_config(None, ["train.group_size=8", *given]))
     assert len(found) == bool(causes) and all(one in found[0] for one in causes)
+
+
+def test_a_stage_may_make_completions_stale(tmp_path: Path) -> None:
+    path = tmp_path / "staged.toml"
+    path.write_text("[[stages]]\nat_step = 5\nqueue = {max_staleness = 3}\n")
+    given = ["algorithm.preset=rloo", "queue.max_staleness=0"]
+    (found,) = off_policy_bias(load_config(path, given))
+    assert "queue.max_staleness = 3" in found and "minibatches =" not in found.split("trains")[0]
+    path.write_text("[[stages]]\nat_step = 5\ntrain = {minibatches = 2}\n")
+    (found,) = off_policy_bias(load_config(path, given))
+    assert "train.minibatches = 2" in found and "staleness =" not in found.split("trains")[0]

@@ -1,10 +1,12 @@
 """What is told of an evaluation that goes on, and when it is told no more."""
 
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from megatron_rl.observe.run_state import EvaluationProgress, RunState
+from megatron_rl.config.files import load_config
+from megatron_rl.observe.run_state import EvaluationProgress, RunState, warnings_of
 
 
 def going_on(at: float, label: str, done: int, wanted: int = 2400) -> dict[str, Any]:
@@ -61,3 +63,17 @@ def test_the_bar_is_as_long_as_the_share_that_is_done() -> None:
         console.print(progress.bar())
     # A quarter of 30 columns, in halves.
     assert captured.get().count("━") == 7 and captured.get().count("╸") == 1
+
+
+def test_staleness_that_a_stage_allows_is_no_warning(tmp_path: Path) -> None:
+    path = tmp_path / "staged.toml"
+    path.write_text("""
+[queue]
+max_staleness = 1
+[[stages]]
+at_step = 5
+queue = {max_staleness = 3}
+""")
+    config, name = load_config(path), "queue/staleness_versions_mean"
+    assert name not in warnings_of([{name: 2.5}], config)
+    assert "above 3" in warnings_of([{name: 3.5}], config)[name]

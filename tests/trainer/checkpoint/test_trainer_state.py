@@ -15,6 +15,7 @@ from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.expert import public_key
 from megatron_rl.config.files import load_config
+from megatron_rl.config.staging import optimizer_steps
 from megatron_rl.config.tree import Config, OptimizerConfig, ParallelConfig
 from megatron_rl.trainer.checkpoint.background_save import BackgroundSave, SavePlans
 from megatron_rl.trainer.checkpoint.optimizer_state import (
@@ -24,7 +25,7 @@ from megatron_rl.trainer.checkpoint.optimizer_state import (
 )
 from megatron_rl.trainer.checkpoint.trainer_state import _check_shape, restore, sharded_state
 from megatron_rl.trainer.model.policy import open_policy
-from megatron_rl.trainer.optimizer import build_optimizer
+from megatron_rl.trainer.optimizer import build_optimizer, lr_at
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.folders.load import unwrap
 from megatron_rl.weights.layout.families import FAMILIES
@@ -75,6 +76,14 @@ def resumed_run(cfg: Config, folder: Path) -> list[tuple[float, float, float]]:
         assert restore(trainer, folder) == SAVED_AT
         drawn = torch.rand(4).tolist()
         return [*take_steps(trainer, SAVED_AT, STEPS), tuple(drawn)]
+
+
+def rates_after_resume(cfg: Config, folder: Path) -> list[float]:
+    """Learning rates of the steps from the checkpoint to the end of training."""
+    with open_policy(cfg) as policy:
+        trainer = new_trainer(cfg, policy)
+        trainer.expect_steps(left := optimizer_steps(cfg, restore(trainer, folder)))
+        return [rate for _, _, rate in take_steps(trainer, SAVED_AT, SAVED_AT + left)]
 
 
 def config(model: Path, *overrides: str) -> Config:
@@ -178,6 +187,19 @@ def test_resumed_trainer_takes_the_steps_of_the_uninterrupted_one(
     dense: Path, tmp_path: Path
 ) -> None:
     check(dense, tmp_path / "c", *splits("tensor=2"), splits("tensor=1", "pipeline=2", SHARDED))
+
+
+def test_the_learning_rate_ends_at_its_least_after_a_resume_with_more_minibatches(
+    dense: Path, tmp_path: Path
+) -> None:
+    run_ranks(saving_run, 1, config(dense), tmp_path / "c")
+    # Two steps were taken with one minibatch. Three batches of two are left: 8 in all. With the
+    # minibatches that the run had, the rates are those without a stop, bit for bit.
+    for batches, minibatches, total in ((5, 2, 8), (TOTAL_STEPS, 1, TOTAL_STEPS)):
+        cfg = config(dense, f"train.steps={batches}", f"train.minibatches={minibatches}")
+        rates = run_ranks(rates_after_resume, 1, cfg, tmp_path / "c")[0]
+        assert rates == [lr_at(step, cfg.optimizer, total) for step in range(2, total)]
+        assert rates[-1] == pytest.approx(0.01 * 0.1)
 
 
 @pytest.mark.sampled(1)
