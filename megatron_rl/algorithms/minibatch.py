@@ -5,7 +5,7 @@ Used by the rollout queue.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -21,6 +21,10 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.lookup import find_function
 
 ZeroVarianceOn = Literal["reward", "verdict"]
+_LARGEST = float(np.finfo(np.float32).max)
+"""Advantages and weights become float32."""
+_SHOWN = 16
+"""Values of a group that a message names."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +51,66 @@ class AdvantageFunctions:
         return self.normalize([self.estimate(group) for group in groups])
 
     def estimate(self, group: GroupView) -> np.ndarray:
-        """[n] float64 of a group, not normalized."""
-        return self.estimator(group, self.cfg.advantage_estimator)
+        """[n] float64 of a group, not normalized. Raises InputError if they are not finite."""
+        found = self.estimator(group, self.cfg.advantage_estimator)
+        what = f"the prompt {group.prompt_id!r}, whose rewards are"
+        return self._checked("advantage_estimator", found, what, group.rewards)
 
     def normalize(self, advantages: list[np.ndarray]) -> list[np.ndarray]:
-        """The estimates of a minibatch, [n] float64 per group, normalized."""
-        return self.normalization(advantages, self.cfg.normalization)
+        """The estimates of a minibatch, [n] float64 per group, normalized. Raises InputError if
+        they are not finite."""
+        found = self.normalization(advantages, self.cfg.normalization)
+        return self._all_checked("normalization", found, "advantages", advantages)
 
     def weights(self, groups: Sequence[GroupView]) -> list[np.ndarray]:
-        """[n] float64 per group: the weight of every token of a completion."""
-        return self.aggregation([group.lengths for group in groups], self.cfg.aggregation)
+        """[n] float64 per group: the weight of every token of a completion. Raises InputError if
+        they are not finite."""
+        lengths = [group.lengths for group in groups]
+        found = self.aggregation(lengths, self.cfg.aggregation)
+        return self._all_checked("aggregation", found, "lengths", lengths)
+
+    def _all_checked(
+        self, part: str, found: Sequence[Any], what: str, given: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        if len(found) != len(given):
+            raise InputError(
+                f"{self._key(part)} gives {len(found)} arrays for {len(given)} groups, expected "
+                "one array for each group: correct the function"
+            )
+        return [
+            self._checked(part, mine, f"a group whose {what} are", its)
+            for mine, its in zip(found, given, strict=True)
+        ]
+
+    def _checked(self, part: str, found: Any, what: str, given: np.ndarray) -> np.ndarray:
+        """What a function returned for a group, as [n] float64.
+
+        One number that is not finite would spoil the gradient of its whole minibatch.
+        """
+        expected = f"expected {len(given)} finite numbers, one for each completion"
+        if np.shape(found) != given.shape:
+            raise InputError(
+                f"{self._key(part)} gives the shape {np.shape(found)} for {what} "
+                f"{_shown(given)}; {expected}: correct the function"
+            )
+        values = np.asarray(found, np.float64)
+        is_bad = ~(np.abs(values) <= _LARGEST)
+        if is_bad.any():
+            place = int(np.argmax(is_bad))
+            raise InputError(
+                f"{self._key(part)} gives {values[place]} for completion {place} of {what} "
+                f"{_shown(given)}; {expected}: correct the function or its keys; often it "
+                "divides by a standard deviation of 0"
+            )
+        return values
+
+    def _key(self, part: str) -> str:
+        return f"algorithm.{part}.name={getattr(self.cfg, part).name!r}"
+
+
+def _shown(values: np.ndarray) -> str:
+    more = f" and {len(values) - _SHOWN} more" if len(values) > _SHOWN else ""
+    return str([float(f"{value:.6g}") for value in values[:_SHOWN]]) + more
 
 
 def find_advantage_functions(cfg: AlgorithmConfig) -> AdvantageFunctions:

@@ -58,6 +58,7 @@ _GRAINS = 100
 _ASSUMED = Assumptions()
 _MODELS = "Assumed without --calibrate"
 _ASSUME = typer.Option(rich_help_panel=_MODELS)
+_PROMPT_TOKENS = 300
 _GENERATE = typer.Option(rich_help_panel="What is generated, without --calibrate")
 
 
@@ -101,8 +102,8 @@ class SimulateOptions(SizesOptions):
     """Standard deviation of log length."""
     correlation: Annotated[float, _GENERATE] = 0.5
     """Correlation of log length in a group."""
-    prompt_tokens: Annotated[int, _GENERATE] = 300
-    """Tokens of a prompt."""
+    prompt_tokens: Annotated[int | None, _GENERATE] = None
+    """Tokens of a prompt; default: 300, or what the context leaves if less."""
     pass_rate: Annotated[float, _GENERATE] = 0.4
     """Mean share of right completions."""
     zero_variance_share: Annotated[float, _GENERATE] = 0.25
@@ -199,15 +200,16 @@ def _workload(
     if calibration is not None:
         return dataclasses.replace(calibration.workload, seed=options.seed)
     room = config.generator.context_tokens - config.sampling.max_new_tokens
-    if options.prompt_tokens > room:
+    tokens = min(_PROMPT_TOKENS, room) if options.prompt_tokens is None else options.prompt_tokens
+    if tokens > room:
         raise InputError(
-            f"--prompt-tokens {options.prompt_tokens} is more than the {room} that "
+            f"--prompt-tokens {tokens} is more than the {room} that "
             "generator.context_tokens leaves after sampling.max_new_tokens: give fewer"
         )
     median = options.median_tokens or config.sampling.max_new_tokens / 5
     return Workload(
         LogNormalLengths(median, options.sigma, options.correlation),
-        options.prompt_tokens,
+        tokens,
         PassRates.of(options.pass_rate, options.zero_variance_share, config.train.group_size),
         options.seed,
         Conversation(options.turns, options.given_share, options.environment_s),

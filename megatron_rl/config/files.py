@@ -10,7 +10,9 @@ from typing import Any
 
 import pydantic
 import tomli_w
+from pydantic.fields import FieldInfo
 
+from megatron_rl.config.algorithm import Part
 from megatron_rl.config.aliases import nearest
 from megatron_rl.config.derived import fill_in, patience_of
 from megatron_rl.config.errors import ConfigError, InputError
@@ -18,6 +20,8 @@ from megatron_rl.config.expert import public_key, scaled_waits, with_expert
 from megatron_rl.config.layers import DEFAULT, Layers, parse_value
 from megatron_rl.config.paths import with_absolute_paths
 from megatron_rl.config.renamed import new_name
+from megatron_rl.config.section import Section
+from megatron_rl.config.stages import StageConfig
 from megatron_rl.config.staging import check_stages
 from megatron_rl.config.tree import Config
 
@@ -105,6 +109,8 @@ def _explain(error: pydantic.ValidationError) -> str:
         location = public_key(".".join(str(part) for part in item["loc"]))
         if item["type"] == "extra_forbidden":
             lines.append(_unknown(location))
+        elif item["type"] == "model_type":
+            lines.append(_no_section(location, item["ctx"]["class_name"], item["input"]))
         else:
             given = "" if item["type"] == "value_error" else f" (given: {item['input']!r:.80})"
             lines.append(f"{location + ': ' if location else ''}{item['msg']}{given}")
@@ -117,18 +123,49 @@ def _unknown(location: str) -> str:
             f"{location!r} is named {renamed!r} now: rename it, or let `megatron-rl config migrate "
             "FILE` rewrite the file"
         )
+    if location.startswith("stages."):
+        return (
+            f"unknown key {location!r}: a stage has the keys "
+            + ", ".join(_known_keys(StageConfig, "", leaves_only=True))
+            + "; all other keys hold for the whole run"
+        )
     matches = nearest(location, _known_keys(Config, ""))
     return f"unknown key {location!r}" + (f"; did you mean {matches[0]!r}?" if matches else "")
 
 
-def _known_keys(model: type[pydantic.BaseModel], prefix: str) -> list[str]:
+def _no_section(location: str, class_name: str, given: object) -> str:
+    """A value stands where a section belongs, as in algorithm.normalization="none"."""
+    section = _sections(Config)[class_name]
+    fix = f"set its keys, such as {location}.{next(iter(section.__annotations__))}"
+    if issubclass(section, Part) and "name" in section.model_fields and isinstance(given, str):
+        fix = f"set {location}.name to {given!r}"
+    return f"{location} is a section and has no value of its own (given: {given!r:.80}): {fix}"
+
+
+def _sections_of(field: FieldInfo) -> list[type[pydantic.BaseModel]]:
+    kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+
+
+def _sections(model: type[pydantic.BaseModel]) -> dict[str, type[pydantic.BaseModel]]:
+    """All sections below a section, by the names of their classes."""
+    found: dict[str, type[pydantic.BaseModel]] = {}
+    for field in model.model_fields.values():
+        for section in _sections_of(field):
+            found |= {section.__name__: section} | _sections(section)
+    return found
+
+
+def _known_keys(
+    model: type[pydantic.BaseModel], prefix: str, *, leaves_only: bool = False
+) -> list[str]:
     keys = []
     for name, field in model.model_fields.items():
-        keys.append(public_key(prefix + name))
-        kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        for kind in kinds:
-            if isinstance(kind, type) and issubclass(kind, pydantic.BaseModel):
-                keys.extend(_known_keys(kind, f"{prefix}{name}."))
+        sections = _sections_of(field)
+        if not (sections and leaves_only):
+            keys.append(public_key(prefix + name))
+        for section in sections:
+            keys.extend(_known_keys(section, f"{prefix}{name}.", leaves_only=leaves_only))
     return keys
 
 

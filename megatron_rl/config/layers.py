@@ -133,7 +133,10 @@ def _apply_override(tree: dict[str, Any], override: str) -> tuple[str, Any]:
         else:
             node = node.setdefault(section, [] if ".".join(sections[:depth]) in _TABLES else {})
         if not isinstance(node, dict | list):
-            raise ConfigError(f"override {override!r}: {section} is no section")
+            raise ConfigError(
+                f"override {override!r}: {section} is no section, since it has the value "
+                f"{node!r:.80}: leave that value out"
+            )
     if isinstance(node, list):
         raise ConfigError(f"override {override!r}: name an item, as in prompts.0.{name}=...")
     node[name] = with_absolute_paths(parse_value(text.strip()), key, Path.cwd())

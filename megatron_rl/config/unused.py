@@ -1,4 +1,4 @@
-"""Finds given keys of `[algorithm]` that have no effect, and an objective that its data biases.
+"""Finds given keys of `[algorithm]` and stages that have no effect, and biased objectives.
 
 The preflight reports them: a run with such a key trains another objective than its author meant.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron_rl.config.algorithm import REGRESSIONS, AlgorithmConfig, Part
 from megatron_rl.config.expert import public_key
 from megatron_rl.config.presets import PRESETS
-from megatron_rl.config.staging import resolve_stages
+from megatron_rl.config.staging import name_of, resolve_stages
 from megatron_rl.config.tree import Config
 
 
@@ -135,3 +135,25 @@ def off_policy_bias(config: Config) -> list[str]:
         "Set queue.max_staleness = 0 and train.minibatches = 1, or algorithm.correction.name = "
         '"truncated"'
     ]
+
+
+def late_stages(config: Config) -> list[str]:
+    """A warning for each stage whose first batch is after the last one, plateaus reached at once.
+
+    A run may be made longer later, so that this is no mistake for certain.
+    """
+    steps, first, found = config.train.steps, 0, []
+    for number, stage in enumerate(config.stages, start=1):
+        if stage.plateau is not None:
+            first += 2 * stage.plateau.window
+            why = f"its plateau.window={stage.plateau.window} needs {first} batches before it"
+        else:
+            first = max(stage.at_step or 0, first + 1)
+            why = f"its first batch is {first}"
+        if first >= steps > 0:
+            found.append(
+                f"warning: {name_of(config, number)} never begins: {why}, and with train.steps="
+                f"{steps} the last batch is {steps - 1}. Lower at_step or plateau.window, or raise "
+                "train.steps"
+            )
+    return found

@@ -8,6 +8,7 @@ import gzip
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 from typing import Any
@@ -191,9 +192,12 @@ def read_source(
         prompts = [without_system(prompt) for prompt in prompts]
     if kind == "jsonl" and source.repeated == "drop":
         repeats = Repeats()
-        kept = [prompt for prompt in prompts if not repeats.find(prompt)]
-        if len(kept) < len(prompts):
-            notes.append(f"{paths[0]}: rows left out: {len(prompts) - len(kept)} repeated")
+        reasons = [repeats.find(prompt) for prompt in prompts]
+        counts = Counter(reason for reason in reasons if reason)
+        if counts:
+            left_out = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+            notes.append(f"{paths[0]}: rows left out: {left_out}")
+        kept = [one for one, reason in zip(prompts, reasons, strict=True) if not reason]
         prompts = repeats.with_rates(kept)
     return Reading(prompts, notes, paths)
 

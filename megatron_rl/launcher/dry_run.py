@@ -2,7 +2,7 @@
 
 The dry run makes every check of a run. It renders some prompts of each task and grades a right and
 a wrong completion for each, by the run's rules, in grading processes. It calls the user's parts of
-the objective with made-up tokens.
+the objective with made-up groups and tokens.
 """
 
 import collections
@@ -86,7 +86,7 @@ def dry_run(config: Config, console: Console, machines: Machines = ONE_NODE) -> 
     config = pin_revisions(config)
     found = preflight.check(config, is_known_folder=True, calls_rewards=False)
     say(console, *_notes_of_start(config, machines, found))
-    parts = try_objective(config.algorithm) if config.train.steps else []
+    parts = try_objective(config) if config.train.steps else []
     for note in [*found.notes, *parts]:
         say(console, note)
     dropped = frozenset(prompt.id for prompt in found.dropped)

@@ -3,7 +3,8 @@
 Used by `megatron-rl run --dry-run`. Our own parts have tests and are not called.
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from megatron_rl.algorithms.objective import Objective, find_objective
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.lookup import where_raised
+from megatron_rl.config.staging import resolve_stages
+from megatron_rl.config.tree import Config
 from megatron_rl.observe.metrics_table import TRAINER
 
 if TYPE_CHECKING:
@@ -32,10 +35,16 @@ _ERRORS = (
 """Errors of a faulty user function."""
 
 
-def try_objective(cfg: AlgorithmConfig) -> list[str]:
+def try_objective(config: Config) -> list[str]:
     """Call each part that is a user's function; lines about them. Raises InputError."""
-    advantage_functions = find_advantage_functions(cfg)
-    tried = _try(cfg, _advantage_calls(advantage_functions), _check_arrays)
+    cfg = config.algorithm
+    functions, groups = find_advantage_functions(cfg), _groups(config)
+    equal = _equal_group(groups[0])
+    keeps_equal = cfg.zero_variance_groups == "keep"
+    tried = _try(cfg, _advantage_calls(functions, [*groups, equal] if keeps_equal else groups))
+    warnings = []
+    if config.reward.environments and not keeps_equal:
+        warnings = _warn_of_equal_replies(functions, groups, equal)
     if any(":" in one.name for one in (cfg.policy_loss, cfg.correction, cfg.shaping)):
         objective, tokens = find_objective(cfg), _tokens()
         tried += _try(cfg, _token_calls(objective, tokens), _check_tensor)
@@ -43,10 +52,28 @@ def try_objective(cfg: AlgorithmConfig) -> list[str]:
             "policy_loss": lambda: objective.policy_loss(tokens, tokens.advantages, cfg.policy_loss)
         }
         tried += _try(cfg, policy_loss, partial(_check_policy_loss, tokens=tokens))
-    return [f"{part} was called with made-up tokens: shapes are right" for part in tried]
+    right = "was called with made-up groups and tokens: shapes are right"
+    return [f"{part} {right}" for part in tried] + warnings
 
 
-def _try(cfg: AlgorithmConfig, calls: Calls, check: Callable[[str, Any], None]) -> list[str]:
+def _warn_of_equal_replies(
+    functions: AdvantageFunctions, groups: list[GroupView], equal: GroupView
+) -> list[str]:
+    """Replies of equal rewards reach the functions, if an environment rewards replies at all."""
+    try:
+        _try(functions.cfg, _advantage_calls(functions, [*groups, equal]))
+    except InputError as error:
+        return [f"warning: where an environment rewards replies one by one, {error}"]
+    return []
+
+
+def _no_check(part: str, found: Any) -> None:
+    """AdvantageFunctions checks what it returns."""
+
+
+def _try(
+    cfg: AlgorithmConfig, calls: Calls, check: Callable[[str, Any], None] = _no_check
+) -> list[str]:
     """Call and check the parts that are user's functions; returns their KEY='NAME'."""
     tried = []
     for part, call in calls.items():
@@ -57,16 +84,11 @@ def _try(cfg: AlgorithmConfig, calls: Calls, check: Callable[[str, Any], None]) 
     return tried
 
 
-def _advantage_calls(functions: AdvantageFunctions) -> Calls:
-    cfg, groups = functions.cfg, _groups()
-    lengths = [group.lengths for group in groups]
-    rewards = [group.rewards for group in groups]
+def _advantage_calls(functions: AdvantageFunctions, groups: list[GroupView]) -> Calls:
     return {
-        "advantage_estimator": lambda: [
-            functions.estimator(group, cfg.advantage_estimator) for group in groups
-        ],
-        "normalization": lambda: functions.normalization(rewards, cfg.normalization),
-        "aggregation": lambda: functions.aggregation(lengths, cfg.aggregation),
+        "advantage_estimator": lambda: [functions.estimate(group) for group in groups],
+        "normalization": lambda: functions.advantages(groups),
+        "aggregation": lambda: functions.weights(groups),
     }
 
 
@@ -80,31 +102,32 @@ def _token_calls(objective: Objective, tokens: "Tokens") -> Calls:
     return calls
 
 
-def _groups() -> list[GroupView]:
+def _groups(config: Config) -> list[GroupView]:
+    """A group of each size that a stage samples, and one that lost a completion if it may."""
+    sizes = {stage.train.group_size for stage in resolve_stages(config)}
+    fewer = min(sizes) - 1
+    if fewer >= max(2, config.queue.min_group_share * min(sizes)):
+        sizes.add(fewer)
     generator = np.random.default_rng(0)
     return [
         GroupView(
             f"made-up-{number}",
-            rewards=generator.random(len(lengths)),
-            is_correct=np.arange(len(lengths)) > 0,
-            is_well_formed=np.ones(len(lengths), bool),
-            lengths=np.array(lengths),
-            classes=np.arange(len(lengths)) - 1,
+            rewards=generator.random(size),
+            is_correct=np.arange(size) > 0,
+            is_well_formed=np.ones(size, bool),
+            lengths=generator.integers(1, 6, size),
+            classes=np.arange(size) - 1,
         )
-        for number, lengths in enumerate(_LENGTHS)
+        for number, size in enumerate(sorted(sizes, reverse=True))
     ]
 
 
-def _check_arrays(part: str, found: Any) -> None:
-    expected = [(len(lengths),) for lengths in _LENGTHS]
-    shapes = [np.shape(one) for one in found] if isinstance(found, Sequence) else np.shape(found)
-    if shapes != expected:
-        raise InputError(
-            f"{part} gives the shapes {shapes} for groups of {len(_LENGTHS[0])} "
-            f"completions, expected {expected}: a number for each completion of each group"
-        )
-    if not all(np.isfinite(one).all() for one in found):
-        raise InputError(f"{part} gives numbers that are not finite: {found}")
+def _equal_group(group: GroupView) -> GroupView:
+    """A group of as many completions, all of the same reward and verdict."""
+    nothing = np.zeros(len(group.rewards))
+    return dataclasses.replace(
+        group, prompt_id="made-up-equal", rewards=nothing, is_correct=nothing > 0
+    )
 
 
 def _tokens() -> "Tokens":
@@ -201,8 +224,10 @@ def _called(part: str, call: Callable[[], Any]) -> Any:
     """The result of a call; InputError with the line of the user's code that raised."""
     try:
         return call()
+    except InputError:
+        raise
     except _ERRORS as error:
         raise InputError(
             f"{part} raised {type(error).__name__}: {error} ({where_raised(error)}), "
-            f"called with {_TOKENS} made-up tokens in {len(_LENGTHS)} groups"
+            "called with made-up groups and tokens"
         ) from error

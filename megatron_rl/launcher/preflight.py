@@ -24,7 +24,7 @@ from megatron_rl.config.generator import refuse_overlap
 from megatron_rl.config.lookup import find_function
 from megatron_rl.config.reward import CODE
 from megatron_rl.config.tree import Config
-from megatron_rl.config.unused import off_policy_bias, unused_keys
+from megatron_rl.config.unused import late_stages, off_policy_bias, unused_keys
 from megatron_rl.data.dropped_prompts import DROPPED, DroppedPrompt, try_rendering
 from megatron_rl.data.own_systems import describe_own_systems, has_own_system
 from megatron_rl.data.prompts import (
@@ -334,7 +334,7 @@ def _describe_unused(config: Config, tasks: Sequence[str]) -> list[str]:
             f"warning: no prompt has the task {' or '.join(unused)} of [reward.tasks]: set "
             "prompts.task, or the task of each line"
         )
-    return found + unused_keys(config) + off_policy_bias(config)
+    return found + unused_keys(config) + late_stages(config) + off_policy_bias(config)
 
 
 def _saved_cursor(config: Config) -> PromptCursor | None:

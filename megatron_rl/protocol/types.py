@@ -77,7 +77,7 @@ class TrainSequence(msgspec.Struct, frozen=True):
     version_runs: list[tuple[Version, Count]]
     """Policy version that sampled each target token: (version, number of tokens), in order."""
     advantage: float
-    """May be NaN or infinite, as a user's estimator makes it: the trainer skips that update."""
+    """Finite, which the queue checks (`algorithms/minibatch.py`)."""
     weight: float
     """Loss weight of every target token."""
     reward: float = 0.0

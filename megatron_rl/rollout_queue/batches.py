@@ -139,7 +139,10 @@ def order_batch(
 
 
 def deal_batch(order: BatchOrder, fill: Fill = fill_minibatch) -> list[RankBatch]:
-    """Each data-parallel rank's share of the batch. Raises InputError as `Drawn.load`."""
+    """Each data-parallel rank's share of the batch.
+
+    Raises InputError as `Drawn.load`, and for advantages or weights that are not finite.
+    """
     groups = [*order.groups, *order.replayed.load()]
     plans = plan_batch(groups, order.stage, order.dp_size, order.cost)
     filled = [fill(plan, order.advantage_functions) for plan in plans]

@@ -8,11 +8,14 @@ import pytest
 
 from megatron_rl.algorithms import aggregation, normalization
 from megatron_rl.algorithms.advantage_estimators import ADVANTAGE_ESTIMATORS, GroupView
+from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.config.algorithm import (
     AdvantageEstimatorConfig,
     AggregationConfig,
+    AlgorithmConfig,
     NormalizationConfig,
 )
+from megatron_rl.config.errors import InputError
 
 ONE, MANY = NormalizationConfig(), AggregationConfig()
 LENGTHS = [np.array([3, 7]), np.array([20, 1, 9])]
@@ -125,3 +128,45 @@ def test_weights_are_those_worked_by_hand(name: str, expected: list[list[float]]
     if name != "sequence_sum":
         total = sum(float(n @ w) for n, w in zip(LENGTHS, found, strict=True))
         assert total == pytest.approx(1.0)
+
+
+def nan_where_all_fail(group: GroupView, cfg: AdvantageEstimatorConfig) -> np.ndarray:
+    return np.where(group.rewards.max() > 0, group.rewards, np.nan)
+
+
+def beyond_float32(advantages: list[np.ndarray], cfg: NormalizationConfig) -> list[np.ndarray]:
+    return [mine * 1e39 for mine in advantages]
+
+
+def over_other_tokens(lengths: list[np.ndarray], cfg: AggregationConfig) -> list[np.ndarray]:
+    with np.errstate(divide="ignore"):
+        return [1 / (mine - 3) for mine in lengths]
+
+
+def test_advantages_and_weights_that_are_not_finite_are_refused_by_function_and_group() -> None:
+    here = f"{__name__}:"
+    groups = [view([1.0, 0.0]), view([-0.1, 0.0])]
+    nan = find_advantage_functions(
+        AlgorithmConfig.model_validate(
+            {
+                "advantage_estimator": {"name": f"{here}nan_where_all_fail"},
+                "aggregation": {"name": f"{here}over_other_tokens"},
+            }
+        )
+    )
+    assert len(nan.advantages(groups[:1])) == 1
+    said = r"nan_where_all_fail' gives nan for completion 0 of the prompt 'p', .*\[-0.1, 0.0\]"
+    with pytest.raises(InputError, match=said):
+        nan.advantages(groups)
+    with pytest.raises(
+        InputError, match=r"over_other_tokens' gives inf .* lengths are \[3.0, 3.0\]"
+    ):
+        nan.weights(groups)
+    # Finite float64, yet infinite as the float32 that the trainer reads.
+    normalization = {"name": f"{here}beyond_float32"}
+    large = find_advantage_functions(
+        AlgorithmConfig.model_validate({"normalization": normalization})
+    )
+    said = r"beyond_float32' gives 5e\+38 for completion 0 of .* advantages are \[0.5, -0.5\]"
+    with pytest.raises(InputError, match=said):
+        large.advantages(groups)

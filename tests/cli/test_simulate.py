@@ -48,6 +48,21 @@ def test_json_has_the_figures(config_path: Path, capsys: pytest.CaptureFixture[s
     assert found["sync_s"] == pytest.approx(16.06e9 / 25e9 * 247 / 240 + 0.1, rel=0.01)
 
 
+def test_a_prompt_has_300_tokens_or_what_the_context_leaves(
+    config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prompt_of(*given: str) -> str:
+        capsys.readouterr()
+        assert cli.main(["simulate", str(config_path), "--json", *SHORT, *SMALL, *given]) == 0
+        return capsys.readouterr().out
+
+    # Of the context of 2048 tokens.
+    by_default = prompt_of("sampling.max_new_tokens=1948")
+    assert by_default == prompt_of("sampling.max_new_tokens=1948", "--prompt-tokens", "100")
+    assert by_default != prompt_of("sampling.max_new_tokens=1948", "--prompt-tokens", "50")
+    assert prompt_of() == prompt_of("--prompt-tokens", "300")
+
+
 def test_a_folder_is_slower_and_may_overlap(
     config_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

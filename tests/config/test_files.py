@@ -58,6 +58,16 @@ def test_unknown_key_names_the_nearest_one(
         ),
         ("[reward]\ntest_s = 10", r"expert.verifier.code.timeout_s=200 is less than the 425 s"),
         ("[train", r"is no valid TOML"),
+        (
+            '[algorithm]\nnormalization = "none"',
+            r"algorithm.normalization is a section .*: set algorithm.normalization.name to 'none'",
+        ),
+        ('[algorithm]\nkl = "k1"', r"algorithm.kl is a section .*such as algorithm.kl.placement"),
+        ('generator = "vllm"', r"generator is a section .*given: 'vllm'.*generator.engine"),
+        (
+            "[[stages]]\nat_step = 1\nsampling = 2",
+            r"stages.0.sampling is a section .*such as stages.0.sampling.max_new_tokens",
+        ),
     ],
 )
 def test_wrong_value_or_combination_says_what_was_given(

@@ -91,6 +91,11 @@ def test_stages_survive_the_saved_configuration(tmp_path: Path) -> None:
         ("stages.1.plateau={window=2,min_gain=0.1}", "needs one of at_step and plateau"),
         ("stages.0.samplings={}", "unknown key 'stages.0.samplings'"),
         (
+            "stages.0.optimizer.lr=1",
+            r"'stages.0.optimizer': a stage has the keys name, at_step, .*, train.group_size, .*, "
+            "queue.max_staleness, weights; all other keys hold for the whole run",
+        ),
+        (
             "algorithm.reference.policy=start algorithm.reference.source=engine",
             "stage 2 is impossible: sampling.temperature=0.8 with algorithm.reference.source",
         ),

@@ -7,7 +7,7 @@ import pytest
 from megatron_rl.config.expert import public_key
 from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.config.presets import PRESETS
-from megatron_rl.config.unused import off_policy_bias, unused_keys
+from megatron_rl.config.unused import late_stages, off_policy_bias, unused_keys
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIGURATIONS = sorted(path for path in EXAMPLES.rglob("*.toml") if path.parent.name != "sweeps")
@@ -94,3 +94,17 @@ def test_a_stage_may_make_completions_stale(tmp_path: Path) -> None:
     path.write_text("[[stages]]\nat_step = 5\ntrain = {minibatches = 2}\n")
     (found,) = off_policy_bias(load_config(path, given))
     assert "train.minibatches = 2" in found and "staleness =" not in found.split("trains")[0]
+
+
+@pytest.mark.parametrize(
+    ("steps", "late"),
+    # Stage 1 begins with batch 5, stage 2 with batch 5 + 2 * 4 at the earliest, stage 3 with 20.
+    [(21, []), (20, ["stage 3"]), (13, ["stage 2", "stage 3"]), (14, ["stage 3"]),
+     (5, ["stage 1", "stage 2", "stage 3"]), (0, [])],
+)  # fmt: skip
+def test_stages_that_the_run_is_too_short_for_are_named(steps: int, late: list[str]) -> None:
+    stages = [
+        "stages.0.at_step=5", "stages.1.plateau={window=4,min_gain=0.1}", "stages.2.at_step=20",
+    ]  # fmt: skip
+    warnings = late_stages(load_config(None, [f"train.steps={steps}", *stages]))
+    assert [text.removeprefix("warning: ").split(" never begins")[0] for text in warnings] == late

@@ -46,6 +46,22 @@ def by_rank(group, cfg):
 def of_group(group, cfg):
     return group.rewards.mean()
 
+def divided(group, cfg):
+    centred = group.rewards - group.rewards.mean()
+    return centred / centred.std()
+
+def of_three(group, cfg):
+    return group.rewards if len(group.rewards) == 3 else group.rewards * np.nan
+
+def of_some(group, cfg):
+    return group.rewards if len(group.rewards) > 5 else group.rewards * np.inf
+
+def joined(advantages, cfg):
+    return np.concatenate(advantages)
+
+def scaled(advantages, cfg):
+    return [mine / mine.std() for mine in advantages]
+
 def shaped(tokens, cfg):
     return tokens.advantages - tokens.lags
 """
@@ -57,9 +73,9 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def tried(**names: str) -> list[str]:
+def tried(*more: str, **names: str) -> list[str]:
     overrides = [f"algorithm.{part}.name=trial_parts:{name}" for part, name in names.items()]
-    return try_objective(load_config(None, overrides).algorithm)
+    return try_objective(load_config(None, [*overrides, *more]))
 
 
 def test_right_parts_are_called_and_named_and_ours_are_not() -> None:
@@ -88,9 +104,34 @@ def test_right_parts_are_called_and_named_and_ours_are_not() -> None:
             r"AttributeError: .*log_probs.* \(.*trial_parts\.py, line 22, in ",
         ),
         ("correction", "one_factor", r"gives \[\] for 17 tokens, .*without a sum or mean"),
-        ("advantage_estimator", "of_group", r"shapes \[\(\), \(\)\] .*expected \[\(3,\), \(3,\)\]"),
+        ("advantage_estimator", "of_group", r"gives the shape \(\) .*expected 16 finite numbers"),
+        # Groups have train.group_size completions, 16, or 15 where a completion was lost.
+        ("advantage_estimator", "of_three", r"gives nan for completion 0 of .*'made-up-0', whose"),
+        ("normalization", "joined", r"gives 31 arrays for 2 groups"),
     ],
 )
 def test_a_wrong_part_is_refused_with_the_right_shape(part: str, name: str, words: str) -> None:
     with pytest.raises(InputError, match=rf"algorithm\.{part}\.name='trial_parts:{name}'.*{words}"):
         tried(**{part: name})
+
+
+def test_a_group_of_equal_rewards_is_tried_where_it_may_reach_the_function() -> None:
+    assert len(tried(advantage_estimator="divided")) == 1
+    keep = "algorithm.zero_variance_groups=keep"
+    words = r"divided' gives nan for completion 0 of the prompt 'made-up-equal', .*\[0.0, 0.0"
+    with pytest.raises(InputError, match=words):
+        tried(keep, advantage_estimator="divided")
+    with pytest.raises(InputError, match=r"scaled' gives nan .* a group whose advantages are \[0"):
+        tried(keep, normalization="scaled")
+    # Whether an environment rewards replies is not known before it runs.
+    environment = 'reward.tasks.calculate.environment="calculate:Calculate"'
+    found = tried(environment, advantage_estimator="divided")
+    assert found[1].startswith("warning: where an environment rewards replies one by one, ")
+    assert "made-up-equal" in found[1] and len(found) == 2
+
+
+def test_groups_of_the_sizes_that_the_run_makes_are_tried() -> None:
+    whole = "expert.queue.min_group_share=1"
+    assert tried("train.group_size=6", whole, advantage_estimator="of_some")
+    with pytest.raises(InputError, match="gives inf for completion 0 .* expected 5 finite"):
+        tried("train.group_size=6", advantage_estimator="of_some")

@@ -57,6 +57,11 @@ def test_a_question_with_another_answer_is_named_and_does_not_stop_a_run(tmp_pat
     assert "1 repeated (first" in reading.notes[0]
     found = check_prompts(Config(prompts=[PromptSource(path=path)]), with_lengths=False)
     assert [fault.reason for fault in found.faults] == ["repeated_with_other_answer", "repeated"]
+    lines = write(tmp_path / "a.jsonl", [{"question": q, "answer": a} for q, a in
+                                         (("p", "1"), (" P ", "2"), ("p", "1 "))])  # fmt: skip
+    of_run = read_source(PromptSource(kind="jsonl", path=lines), 0, key="prompts.kind")
+    left_out = "1 repeated_with_other_answer, 1 repeated"
+    assert of_run.notes == [f"{lines}: rows left out: {left_out}"]
 
 
 def test_a_question_on_both_sides_is_held_out_and_named(tmp_path: Path) -> None:
