@@ -232,7 +232,7 @@ class Ledger(Closing):
         named: list[Place] = []
 
         def write(state: BinaryIO) -> None:
-            named.extend(self._references.dump(self._parts, state))
+            named.extend(self._references.dump(self._parts, state, number=number))
 
         try:
             size = write_state(self._folder, number, began, write)

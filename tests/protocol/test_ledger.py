@@ -160,7 +160,7 @@ def write_ten_thousand(byte: bytes, file: BinaryIO) -> None:
 
 def dumped(one: object, references: References) -> bytes:
     file = io.BytesIO()
-    references.dump(one, file)
+    references.dump(one, file, number=0)
     return file.getvalue()
 
 
@@ -196,14 +196,15 @@ def test_a_state_names_the_rollouts_of_the_last_eight_logs_and_contains_older_on
         references.note(rollout, Place(number, begin, file.end))
         rollouts.append(rollout)
     state = io.BytesIO()
-    named = references.dump(rollouts, state)
+    named = references.dump(rollouts, state, number=10)
     assert [place.segment for place in named] == list(range(2, 10))
     # Two rollouts of 20,009 words, and a few bytes for each of the others.
     assert 2 * 80_036 < len(state.getvalue()) < 2 * 80_036 + 2_000
     others = References(Config(), PromptSets([], [], [], 0), folder=tmp_path)
     found = others.load(state.getvalue())
     assert [encode(one) for one in found] == [encode(one) for one in rollouts]
-    assert [place.segment for place in others.dump(found, io.BytesIO())] == list(range(2, 10))
+    again = others.dump(found, io.BytesIO(), number=11)
+    assert [place.segment for place in again] == list(range(3, 10))
     segment_path(tmp_path, 5, LOG).write_bytes(b"torn")
     with pytest.raises(KeyError):
         others.load(state.getvalue())
