@@ -217,6 +217,25 @@ def test_the_last_evaluation_has_all_generators(tmp_path: Path) -> None:
         assert pair.of("held_out") == {"a", "b"} and pair.held == {"a": False, "b": False}
 
 
+def test_the_last_evaluation_lacks_evaluators_that_are_still_at_work(tmp_path: Path) -> None:
+    """The trainer has ended, so they keep their version."""
+    train = TRAIN | {"steps": 1}
+    with open_coordinator(tmp_path, held_out=8, **(BESIDE | {"train": train})) as coordinator:
+        pair = Pair(coordinator)
+        pair.sync(0)
+        while pair.batches != [0]:
+            assert pair.finish("train") > 0
+        pair.sync(1, is_final=True)
+        assert coordinator.requests.is_dismissed and pair.of("held_out") == {"b"}
+        while not coordinator.is_over:
+            assert pair.finish("held_out", 1) == 1
+    records = [
+        read_jsonl(tmp_path / "rollouts" / f"eval_{label}.jsonl") for label in ("before", "after")
+    ]
+    assert [[one["versions"] for one in some] for some in records] == [[[0]] * 8, [[1]] * 8]
+    assert [{one["generator"] for one in some} for some in records] == [{"b"}, {"a"}]
+
+
 @pytest.mark.parametrize(("is_final", "steps"), [(False, [0, 0, 0, 1]), (True, [0, 0, 0, 1, 1, 1])])
 def test_evaluations_of_two_versions_follow_each_other_within_the_limit(
     tmp_path: Path, *, is_final: bool, steps: list[int]
