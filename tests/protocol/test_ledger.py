@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -131,6 +132,18 @@ def test_segments_are_whole_or_not_there(tmp_path: Path) -> None:
     remove_segments(tmp_path)
     assert list(tmp_path.iterdir()) == []
     remove_segments(tmp_path / "missing")
+
+
+def test_a_segment_tells_the_launchers_that_ended_before_it(tmp_path: Path) -> None:
+    """A ledger of an earlier release tells none."""
+    ended = tuple((float(number), 1.75e9 + number) for number in range(3_000))
+    write = partial(write_ten_thousand, b"a")
+    write_state(tmp_path, 0, Began("start", 7, 0.5, ended=ended), write)
+    began = read_began(tmp_path, 0)
+    assert began is not None and began.ended == ended
+    assert bytes(read_state(tmp_path, 0)) == b"a" * 10_000
+    earlier = msgspec.msgpack.encode(["began", "start", 7, 0.5, "program", 2.0, 3])
+    assert msgspec.msgpack.decode(earlier, type=Began) == Began("start", 7, 0.5, "program", 2.0, 3)
 
 
 def test_a_state_that_does_not_fit_leaves_its_room_to_others(small_disk: Path) -> None:

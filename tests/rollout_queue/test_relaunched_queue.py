@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from megatron_rl.protocol.ledger import read_built
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import (
@@ -17,6 +19,8 @@ from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY
 from megatron_rl.rollout_queue.effects import LedgerMaker
 from megatron_rl.rollout_queue.recovery import recover
+from megatron_rl.rollout_queue.stall import UnixTime
+from megatron_rl.rollout_queue.states import References
 from tests.rollout_queue.played_queue import ROOM, PlayedQueue
 from tests.rollout_queue.test_batch_thread import order_of
 from tests.rollout_queue.test_ledger import NEVER, Mortal, judge
@@ -36,7 +40,10 @@ class Relaunched(Mortal):
     def recover(self) -> None:
         """As a new queue of the present launcher."""
         self.ledger.close()
-        self._unix_s.clock = None
+        self._unix_s, objects = UnixTime(), self._references._objects
+        self._references = References(
+            objects["config"], objects["prompts"], folder=self._folder, unix_s=self._unix_s
+        )
         found = recover(
             self._folder, self._references, self._unix_s, self._live(),
             label=f"start {self.launches}", limit_s=1.0,
@@ -186,16 +193,31 @@ def test_a_trainer_that_begins_again_after_the_last_step_is_told_to_stop(tmp_pat
     assert peer == "t" and isinstance(answer, Stop) and mortal.ledger.is_over
 
 
-def test_times_of_rollouts_before_the_end_of_a_launcher_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_times_of_rollouts_before_the_end_of_a_launcher_stay(tmp_path: Path, is_cut: bool) -> None:
+    """Also when the queue is killed under the third launcher, in a later segment."""
     queue, mortal = begin(tmp_path / "run")
-    unix_s = mortal._unix_s
-    unix_s.offset_s = 5000.0
+    ends = []
+    for offset_s in (5000.0, 12_000.0):
+        mortal._unix_s.offset_s = offset_s
+        mortal.tick(queue.now)
+        mortal.outgoing(queue.now)
+        kill(queue, mortal)
+        ends.append(queue.now)
+        queue.now += 10.0
+    mortal._unix_s.offset_s = 36_000.0
     mortal.tick(queue.now)
     mortal.outgoing(queue.now)
-    kill(queue, mortal)
-    unix_s.offset_s = 12_000.0
-    assert unix_s(queue.now) == queue.now + 5000.0
-    assert unix_s(queue.now + 1) == queue.now + 1 + 12_000.0
+    if is_cut:
+        mortal.ledger._cut_if_room()
+    assert mortal.ledger._number == is_cut
+    for _ in range(2):
+        unix_s = mortal._unix_s
+        assert unix_s(ends[0]) == ends[0] + 5000.0
+        assert unix_s(ends[0] + 1) == ends[0] + 1 + 12_000.0
+        assert unix_s(ends[1]) == ends[1] + 12_000.0
+        assert unix_s(ends[1] + 1) == ends[1] + 1 + 36_000.0
+        mortal.recover()
 
 
 def test_a_ledger_tells_how_many_batches_it_knows(tmp_path: Path) -> None:
