@@ -225,7 +225,8 @@ class EvaluationScheduler:
         if self._paused_at is None or not leases.has_room:
             return
         if self.running is not None:
-            self.running.started_at += now - self._paused_at
+            # It may have begun since: the last verdicts of the one before it came meanwhile.
+            self.running.started_at += now - max(self._paused_at, self.running.started_at)
         self._paused_at = None
 
     def _begin(self, due: _Due, generators: Sequence[Peer], now: float) -> None:

@@ -11,6 +11,7 @@ from megatron_rl.protocol.types import (
     NextBatch,
     RankBatch,
     SaveState,
+    Score,
     Stop,
     VerifierReady,
     WeightsSynced,
@@ -241,3 +242,36 @@ def test_a_batch_is_stored_when_the_ledger_has_its_cause() -> None:
         maker.release()
         assert [batch[0].step for batch in stored] == [3]
     assert maker.look() and not maker.is_busy
+
+
+def test_an_evaluation_that_begins_before_engines_have_weights_takes_no_negative_time(
+    tmp_path: Path,
+) -> None:
+    """Verdicts of the first set arrive under the next launcher, whose engines load for long."""
+    is_graded = False
+
+    def grade(prompt: str, index: int) -> Score | str | None:
+        return None if prompt.startswith("h") and not is_graded else judge("p1", index)
+
+    one = {"name": "one", "prompts": {"path": "one.jsonl"}}
+    queue = PlayedQueue(
+        tmp_path, grade, held_out=3, eval_sets={"one": 3}, eval={"sets": [one]},
+        train={"steps": STEPS},
+    )  # fmt: skip
+    mortal = queue.coordinator = Relaunched(queue, NEVER)
+    queue.start()
+    queue.play(6)
+    kill(queue, mortal)
+    is_graded = True
+    for _ in range(60):
+        queue.now += 10.0
+        mortal.handle(VERIFY, "v", VerifierReady(ROOM, 1), queue.now)
+        queue._send()
+        mortal.tick(queue.now)
+    start_again(queue, mortal, at=0, to=0)
+    queue.play(5)
+    rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "eval/n" in row]
+    assert [(row["label"], row["eval/n"]) for row in rows] == [("before", 3), ("before.one", 3)]
+    # The first one begins 5 s before the kill, is graded 10 s after it, and ends in the next pass,
+    # 10 s later. Engines answer the second one within a second of their weights.
+    assert [row["eval/seconds"] for row in rows] == [25.0, 1.0]
