@@ -338,3 +338,10 @@ class Config(Section):
         if replicas == 1 or self.generator.release_memory:
             return 0
         return max(1, replicas // 4) if self.eval.replicas == "auto" else self.eval.replicas
+
+    @property
+    def eval_delay_s(self) -> float:
+        """Maximum seconds that evaluations delay a batch or the end of training."""
+        # Beside evaluators training reaches the next version that is due, whose evaluations follow.
+        versions = 2 if self.evaluators else 1
+        return versions * self.eval.all_timeout_s

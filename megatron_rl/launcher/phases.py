@@ -359,8 +359,8 @@ def engine_command(
 
 
 def eval_limit_s(config: Config) -> float:
-    """Time limit of an evaluation phase, in seconds; the queue gives up earlier."""
-    return config.generator.start_timeout_s + config.eval.all_timeout_s + _EVAL_MARGIN_S
+    """Seconds that evaluations have after training or alone; the queue gives up earlier."""
+    return config.generator.start_timeout_s + config.eval_delay_s + _EVAL_MARGIN_S
 
 
 def _end_serving(own: Node, queue: str) -> None:

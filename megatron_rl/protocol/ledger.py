@@ -40,7 +40,8 @@ _HEAD = struct.Struct("<II")
 _SIZE = struct.Struct("<I")
 _MOST_BUFFERS = 1_000
 """Buffers of one write call; Linux takes 1024."""
-_MOST_BEGAN_BYTES = 4096
+_MOST_BEGAN_BYTES = 1 << 16
+"""Room for 3,000 launchers that have ended."""
 
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
@@ -58,6 +59,8 @@ class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
     """Time of the queue's clock."""
     built: int = 0
     """Batches that the queue had built."""
+    ended: tuple[tuple[float, float], ...] = ()
+    """(last time, unix seconds at time 0) of launchers that had ended, oldest first."""
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True, tag="received"):

@@ -225,7 +225,8 @@ class EvaluationScheduler:
         if self._paused_at is None or not leases.has_room:
             return
         if self.running is not None:
-            self.running.started_at += now - self._paused_at
+            # It may have begun since: the last verdicts of the one before it came meanwhile.
+            self.running.started_at += now - max(self._paused_at, self.running.started_at)
         self._paused_at = None
 
     def _begin(self, due: _Due, generators: Sequence[Peer], now: float) -> None:
@@ -237,7 +238,8 @@ class EvaluationScheduler:
             log.info("%d of its %d prompts were evaluated earlier", len(done), len(what.prompts))
         self._recorder.begin_evaluation(label, keeps_lines=bool(done))
         self.running = Evaluation(label, what, version=due.version, now=now, done=done)
-        # All sets of a version share its evaluators. After the last step all generators evaluate.
+        # All sets of a version share its evaluators. After the last step all generators that have
+        # the version evaluate: the evaluators of an earlier one get no weights any more.
         if due.version != self.evaluators.version and not due.is_final:
             self._has_later_version = False
             self.evaluators.choose(generators, due.version)

@@ -79,6 +79,14 @@ class EngineBreaker:
 
     def __init__(self) -> None:
         self._streaks: dict[str, _Streak] = {}
+        self._sessions: dict[str, int] = {}
+        """The latest session of each generator, also of one that is gone."""
+
+    def note_session(self, name: str, session: int) -> None:
+        """A generator is there; the failures of an earlier process say nothing about a new one."""
+        if self._sessions.get(name) != session:
+            self._streaks.pop(name, None)
+        self._sessions[name] = session
 
     def note_success(self, name: str) -> bool:
         """A completion came back; returns whether that ends a pause."""
@@ -103,9 +111,6 @@ class EngineBreaker:
             streak.probes += 1
             streak.lengthen_pause(now)
         return [failed]
-
-    def forget(self, name: str) -> None:
-        self._streaks.pop(name, None)
 
     def are_hopeless(self, names: Iterable[str]) -> bool:
         """Whether all of these generators fail every probe."""

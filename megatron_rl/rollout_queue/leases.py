@@ -74,8 +74,7 @@ class Leases:
         Raises WireError for a version that there is not.
         """
         self.limits.check_version(ready.version)
-        if name in self._generators and self._generators[name].session != ready.session:
-            self._breaker.forget(name)
+        self._breaker.note_session(name, ready.session)
         lost = self._generators.announce(
             name,
             capacity=ready.capacity,

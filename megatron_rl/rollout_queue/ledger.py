@@ -227,12 +227,12 @@ class Ledger(Closing):
         file = LogFile(segment_path(self._folder, number, LOG), limit_s=self._limit_s)
         began = Began(
             self._start, self._metrics_begin, self._unix_s.present_offset_s, program_digest(),
-            self._now, self._coordinator.requests.built_steps,
+            self._now, self._coordinator.requests.built_steps, self._unix_s.ended,
         )  # fmt: skip
         named: list[Place] = []
 
         def write(state: BinaryIO) -> None:
-            named.extend(self._references.dump(self._parts, state))
+            named.extend(self._references.dump(self._parts, state, number=number))
 
         try:
             size = write_state(self._folder, number, began, write)

@@ -178,7 +178,7 @@ def recover(
         raise _damaged(folder, number) from error
     parts.metrics.begin_replay(live.metrics, live.metrics_path, began.metrics_begin)
     path = segment_path(folder, number, LOG)
-    unix_s.offset_s = began.offset_s
+    unix_s.offset_s, unix_s.ended = began.offset_s, began.ended
     replay = _Replay(parts, unix_s, path, began.start, began.now, references, number)
     end = replay.run() if path.exists() else 0
     parts.writer.end_replay(live.writer, live.records)

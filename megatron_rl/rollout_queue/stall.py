@@ -58,16 +58,16 @@ class UnixTime:
         self.clock: LoopClock | None = None
         self.offset_s = 0.0
         """Without a clock: unix seconds at time 0."""
-        self._ended: list[tuple[float, float]] = []
-        """(last time, unix seconds at time 0) of launchers that have ended, oldest first."""
+        self.ended: tuple[tuple[float, float], ...] = ()
+        """As in the ledger's `Began`."""
 
     def end_launch(self, at: float) -> None:
         """The launcher ended at this time: later times may be hours later. Call without a clock."""
-        self._ended.append((at, self.offset_s))
+        self.ended += ((at, self.offset_s),)
 
     def __call__(self, at: float) -> float:
         """Unix seconds of a time."""
-        for last, offset_s in self._ended:
+        for last, offset_s in self.ended:
             if at <= last:
                 return at + offset_s
         return at + self.present_offset_s

@@ -48,7 +48,7 @@ class Place(NamedTuple):
 class References:
     """Objects that a state names instead of containing them.
 
-    A rollout is named by its place in a log, unless it is older than MOST_LOGS segments.
+    A rollout is named by its place in a log, if that is one of the MOST_LOGS logs before the state.
     """
 
     def __init__(
@@ -66,12 +66,16 @@ class References:
         """The rollout is in a log."""
         self._rollouts[place] = rollout
 
-    def dump(self, parts: object, file: BinaryIO) -> list[Place]:
-        """Write the state of these objects; returns the places of rollouts that it names."""
+    def dump(self, parts: object, file: BinaryIO, *, number: int) -> list[Place]:
+        """Write the state of these objects; returns the places of rollouts that it names.
+
+        number: of the segment that begins with the state.
+        """
         held = list(self._rollouts.items())  # an id belongs to its object while that is held
-        newest = max((place.segment for place, _ in held), default=0)
+        # Not relative to the newest rollout, which may be freed: a later state would then name the
+        # rollouts of a log that was removed.
         places = {
-            id(rollout): place for place, rollout in held if place.segment > newest - MOST_LOGS
+            id(rollout): place for place, rollout in held if place.segment >= number - MOST_LOGS
         }
         named: list[Place] = []
 

@@ -140,8 +140,8 @@ class BatchClient(Closing):
             if time.monotonic() - started > self._timeout_s:
                 raise DeadlineExceeded(
                     f"the queue had no batch for step {step} in {self._timeout_s:.0f} s "
-                    "(expert.train.batch_timeout_s + expert.eval.timeout_s for each set): see "
-                    "logs/queue.log"
+                    "(expert.train.batch_timeout_s, and expert.eval.timeout_s for each set of each "
+                    "version that is evaluated meanwhile): see logs/queue.log"
                 )
 
         frame = self._leader.read(partial(self._poll, step, started), wait_on)

@@ -297,8 +297,7 @@ def open_batches(cfg: Config, leader: Leader) -> BatchClient:
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
         leader=leader,
-        # Batches also wait for all evaluations of the version that was synced.
-        timeout_s=cfg.train.batch_timeout_s + cfg.eval.all_timeout_s,
+        timeout_s=cfg.train.batch_timeout_s + cfg.eval_delay_s,
         keys=load_keys(cfg.ports.keys_dir),
         label=cfg.ports.label,
     )

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -133,6 +134,18 @@ def test_segments_are_whole_or_not_there(tmp_path: Path) -> None:
     remove_segments(tmp_path / "missing")
 
 
+def test_a_segment_tells_the_launchers_that_ended_before_it(tmp_path: Path) -> None:
+    """A ledger of an earlier release tells none."""
+    ended = tuple((float(number), 1.75e9 + number) for number in range(3_000))
+    write = partial(write_ten_thousand, b"a")
+    write_state(tmp_path, 0, Began("start", 7, 0.5, ended=ended), write)
+    began = read_began(tmp_path, 0)
+    assert began is not None and began.ended == ended
+    assert bytes(read_state(tmp_path, 0)) == b"a" * 10_000
+    earlier = msgspec.msgpack.encode(["began", "start", 7, 0.5, "program", 2.0, 3])
+    assert msgspec.msgpack.decode(earlier, type=Began) == Began("start", 7, 0.5, "program", 2.0, 3)
+
+
 def test_a_state_that_does_not_fit_leaves_its_room_to_others(small_disk: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         write_state(small_disk, 3, Began("start", 7, 0.5), lambda file: file.write(bytes(2 << 20)))
@@ -160,7 +173,7 @@ def write_ten_thousand(byte: bytes, file: BinaryIO) -> None:
 
 def dumped(one: object, references: References) -> bytes:
     file = io.BytesIO()
-    references.dump(one, file)
+    references.dump(one, file, number=0)
     return file.getvalue()
 
 
@@ -196,14 +209,15 @@ def test_a_state_names_the_rollouts_of_the_last_eight_logs_and_contains_older_on
         references.note(rollout, Place(number, begin, file.end))
         rollouts.append(rollout)
     state = io.BytesIO()
-    named = references.dump(rollouts, state)
+    named = references.dump(rollouts, state, number=10)
     assert [place.segment for place in named] == list(range(2, 10))
     # Two rollouts of 20,009 words, and a few bytes for each of the others.
     assert 2 * 80_036 < len(state.getvalue()) < 2 * 80_036 + 2_000
     others = References(Config(), PromptSets([], [], [], 0), folder=tmp_path)
     found = others.load(state.getvalue())
     assert [encode(one) for one in found] == [encode(one) for one in rollouts]
-    assert [place.segment for place in others.dump(found, io.BytesIO())] == list(range(2, 10))
+    again = others.dump(found, io.BytesIO(), number=11)
+    assert [place.segment for place in again] == list(range(3, 10))
     segment_path(tmp_path, 5, LOG).write_bytes(b"torn")
     with pytest.raises(KeyError):
         others.load(state.getvalue())

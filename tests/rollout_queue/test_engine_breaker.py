@@ -87,16 +87,26 @@ def test_a_dying_engine_costs_no_attempts_and_is_probed_ever_more_rarely() -> No
     assert len(lease.indices) == 3
 
 
-def test_a_restarted_generator_is_trusted_again() -> None:
-    leases = Leases(QueueConfig())
+@pytest.mark.parametrize("goes", ["at once", "unreachable", "silent", "with its launcher"])
+@pytest.mark.parametrize(("session", "slots"), [(1, 0), (2, 4)])
+def test_a_restarted_generator_is_trusted_again(goes: str, session: int, slots: int) -> None:
+    """The same process keeps its pause."""
+    leases = Leases(QueueConfig(heartbeat_timeout_s=0.5))
     leases.announce("g", GeneratorReady(4, 0, session=1), 0.0)
     _, lease_id, indices = issue_group(leases, new_group(4))
     for index in indices:
         fail(leases, "g", lease_id, index, 1.0)
     assert leases.issue(RULES, lambda: None, 1.0) is None
-    leases.announce("g", GeneratorReady(4, 0, session=2), 1.1)
-    _, lease = leases.issue(RULES, lambda: None, 1.1)
-    assert len(lease.indices) == 4
+    if goes == "unreachable":
+        leases.drop_generator("g")
+    elif goes == "silent":
+        leases.expire(1.6)
+    elif goes == "with its launcher":
+        leases.hand_back("g", ())
+    assert leases.generators == (["g"] if goes == "at once" else [])
+    leases.announce("g", GeneratorReady(4, 0, session=session), 1.7)
+    issued = leases.issue(RULES, lambda: None, 1.7)
+    assert (0 if issued is None else len(issued[1].indices)) == slots
 
 
 def test_the_run_ends_when_no_engine_can_generate() -> None:

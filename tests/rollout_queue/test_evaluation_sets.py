@@ -213,10 +213,15 @@ def test_a_wrong_set_is_a_clear_error(tmp_path: Path, text: str, expected: str) 
         load_config(path)
 
 
-def test_the_trainer_waits_for_all_sets_as_the_launcher_does() -> None:
+@pytest.mark.parametrize(("replicas", "versions"), [(1, 1), (2, 2)])
+def test_trainer_and_launcher_wait_for_all_sets_of_the_versions_that_follow_each_other(
+    replicas: int, versions: int
+) -> None:
+    """Without evaluators training waits for the evaluations of each version."""
     sets = [{"name": name, "prompts": {"path": f"{name}.jsonl"}} for name in "abc"]
-    config = Config.model_validate({"eval": {"prompts": 8, "sets": sets, "timeout_s": 550.0}})
-    assert config.eval.all_timeout_s == 4 * 550.0
-    margin_s = eval_limit_s(config) - config.generator.start_timeout_s - 4 * 550.0
+    eval_ = {"prompts": 8, "sets": sets, "timeout_s": 550.0}
+    config = Config.model_validate({"eval": eval_, "generator": {"replicas": replicas}})
+    assert config.eval_delay_s == versions * 4 * 550.0
+    margin_s = eval_limit_s(config) - config.generator.start_timeout_s - versions * 4 * 550.0
     assert 0 < margin_s < 550.0
-    assert Config.model_validate({"eval": {"prompts": 0}}).eval.all_timeout_s == 0.0
+    assert Config.model_validate({"eval": {"prompts": 0}}).eval_delay_s == 0.0

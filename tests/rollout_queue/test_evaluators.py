@@ -33,15 +33,20 @@ class Pair:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
+        self.now = 0.0
         self.versions, self.held = {"a": 0, "b": 0}, {"a": False, "b": False}
         self.open: list[tuple[str, Lease, int]] = []
         self.batches: list[int] = []
         self.states: list[QueueState] = []
-        coordinator.handle("verify", "v", VerifierReady(VERIFIER_ROOM, session=1), 0.0)
+        self.verify()
+
+    def verify(self) -> None:
+        ready = VerifierReady(VERIFIER_ROOM, session=1)
+        self.coordinator.handle("verify", "v", ready, self.now)
 
     def announce(self, name: str, session: int = 1) -> None:
         ready = GeneratorReady(4, self.versions[name], session, self.held[name])
-        self.coordinator.handle("prompts", name, ready, 0.0)
+        self.coordinator.handle("prompts", name, ready, self.now)
 
     def sync(self, version: int, *, is_final: bool = False) -> None:
         """As the syncer does it: held generators are passed by."""
@@ -49,12 +54,12 @@ class Pair:
             if not self.held[name]:
                 self.versions[name] = version
             self.announce(name)
-        self.coordinator.handle("batches", "t", WeightsSynced(version, is_final), 0.0)
-        self.coordinator.handle("batches", "t", NextBatch(version, 0, 1), 0.0)
+        self.coordinator.handle("batches", "t", WeightsSynced(version, is_final), self.now)
+        self.coordinator.handle("batches", "t", NextBatch(version, 0, 1), self.now)
         self.pump()
 
     def pump(self, *, obeys: bool = True) -> None:
-        while sent := list(self.coordinator.outgoing(0.0)):
+        while sent := list(self.coordinator.outgoing(self.now)):
             for _, peer, message in sent:
                 match message:
                     case Lease() as lease:
@@ -62,7 +67,7 @@ class Pair:
                     case ScoreRequest() as asked:
                         score = make_score(1.0 if asked.text == "0" else 0.0)
                         done = ScoreDone(asked.request_id, score)
-                        self.coordinator.handle("verify", "v", done, 0.0)
+                        self.coordinator.handle("verify", "v", done, self.now)
                     case RankBatch() as batch:
                         self.batches.append(batch.step)
                     case QueueState() as state:
@@ -83,7 +88,7 @@ class Pair:
             rollout = make_rollout(
                 index, lease_id=lease.lease_id, versions=(sampled,), text=str(index)
             )
-            self.coordinator.handle("prompts", name, RolloutDone(rollout), 0.0)
+            self.coordinator.handle("prompts", name, RolloutDone(rollout), self.now)
         self.pump()
         return len(done)
 
@@ -210,6 +215,63 @@ def test_the_last_evaluation_has_all_generators(tmp_path: Path) -> None:
             assert pair.finish("train") + pair.finish("held_out") > 0
         pair.sync(1, is_final=True)
         assert pair.of("held_out") == {"a", "b"} and pair.held == {"a": False, "b": False}
+
+
+def test_the_last_evaluation_lacks_evaluators_that_are_still_at_work(tmp_path: Path) -> None:
+    """The trainer has ended, so they keep their version."""
+    train = TRAIN | {"steps": 1}
+    with open_coordinator(tmp_path, held_out=8, **(BESIDE | {"train": train})) as coordinator:
+        pair = Pair(coordinator)
+        pair.sync(0)
+        while pair.batches != [0]:
+            assert pair.finish("train") > 0
+        pair.sync(1, is_final=True)
+        assert coordinator.requests.is_dismissed and pair.of("held_out") == {"b"}
+        while not coordinator.is_over:
+            assert pair.finish("held_out", 1) == 1
+    records = [
+        read_jsonl(tmp_path / "rollouts" / f"eval_{label}.jsonl") for label in ("before", "after")
+    ]
+    assert [[one["versions"] for one in some] for some in records] == [[[0]] * 8, [[1]] * 8]
+    assert [{one["generator"] for one in some} for some in records] == [{"b"}, {"a"}]
+
+
+@pytest.mark.parametrize(("is_final", "steps"), [(False, [0, 0, 0, 1]), (True, [0, 0, 0, 1, 1, 1])])
+def test_evaluations_of_two_versions_follow_each_other_within_the_limit(
+    tmp_path: Path, *, is_final: bool, steps: list[int]
+) -> None:
+    """Engines answer nothing of three sets.
+
+    The end waits for both versions. The batch waits until both generators hold version 1, which
+    they do after its first set: then one of them evaluates, and training continues.
+    """
+    timeout_s = 60.0
+    train = TRAIN | ({"steps": 1} if is_final else {})
+    sets = [{"name": name, "prompts": {"path": f"{name}.jsonl"}} for name in ("s1", "s2")]
+    eval_ = {"prompts": 8, "sets": sets, "every_steps": 1, "timeout_s": timeout_s}
+    sections = BESIDE | {"train": train, "eval": eval_}
+    with open_coordinator(tmp_path, held_out=8, sets=("s1", "s2"), **sections) as coordinator:
+        pair = Pair(coordinator)
+        pair.sync(0)
+        while pair.batches != [0]:
+            assert pair.finish("train") > 0
+        pair.sync(1, is_final=is_final)
+        while pair.batches == [0] and not coordinator.is_over:
+            pair.now += 1.0
+            assert pair.now < 1000.0
+            for name in pair.versions:
+                if not pair.held[name]:
+                    pair.versions[name] = 1
+                pair.announce(name)
+            pair.verify()
+            pair.finish("train")
+            coordinator.tick(pair.now)
+            pair.pump()
+        rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "label" in row]
+        assert [row["step"] for row in rows] == steps
+        # A tick follows each second, so an evaluation ends within a second of its limit.
+        assert len(steps) * timeout_s <= pair.now <= len(steps) * (timeout_s + 1)
+        assert coordinator._config.eval_delay_s == 2 * 3 * timeout_s
 
 
 def save_during_evaluation(folder: Path, *, completions_after: int) -> QueueState:

@@ -1,5 +1,6 @@
 """A queue that is killed at any moment continues as if nothing had happened."""
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.frames import encode_frames
-from megatron_rl.protocol.ledger import STATE, segment_path
+from megatron_rl.protocol.ledger import STATE, read_state, segment_path
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.types import SaveState, Score
 from megatron_rl.rollout_queue import ledger
@@ -20,7 +21,7 @@ from megatron_rl.rollout_queue.ledger import Ledger, Parts
 from megatron_rl.rollout_queue.record_files import RecordFiles
 from megatron_rl.rollout_queue.recovery import Live, recover
 from megatron_rl.rollout_queue.stall import UnixTime
-from megatron_rl.rollout_queue.states import References
+from megatron_rl.rollout_queue.states import MOST_LOGS, References
 from tests.full_disk import fill_disk
 from tests.rollout_queue.played_queue import PlayedQueue
 
@@ -226,3 +227,46 @@ def test_a_disk_without_room_for_a_state_ends_the_queue_after_the_limit(
     ]  # fmt: skip
     mortal._die()
     assert mortal.ledger._number == 0 and mortal.ledger._file.bytes > 0
+
+
+class Examined(Mortal):
+    """As another process it loads each state that it writes."""
+
+    loaded = 0
+
+    def outgoing(self, now: float) -> Sequence[Outgoing]:
+        number = self.ledger._number
+        messages = super().outgoing(now)
+        if self.ledger._number > number:
+            objects = self._references._objects
+            References(
+                objects["config"], objects["prompts"], folder=self._folder, unix_s=self._unix_s
+            ).load(read_state(self._folder, self.ledger._number))
+            self.loaded += 1
+        return messages
+
+
+@pytest.mark.parametrize(("seed", "most_records"), [(0, 5), (1, 9), (2, 20), (3, 33)])
+def test_each_state_can_be_loaded_whatever_rollouts_are_freed_between_two_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, most_records: int
+) -> None:
+    """Groups wait for the trainer while an evaluation's younger rollouts come and go."""
+    monkeypatch.setattr(ledger, "MOST_RECORDS", most_records)
+
+    def draw(prompt: str, index: int) -> Score:
+        right = float(random.Random(f"{seed}/{prompt}/{index}").random() < 0.5)
+        return Score(right, {"correct": right}, "right" if right else "wrong")
+
+    queue = PlayedQueue(tmp_path, draw, held_out=60, eval={"every_steps": 1}, train={"steps": 3})
+    mortal = queue.coordinator = Examined(queue, NEVER)
+    queue.start()
+    for version in range(1, 4):
+        for _ in range(200):
+            if len(queue.batches) == version:
+                break
+            queue.play(1)
+        queue.play(40)  # the trainer computes
+        mortal._die()
+        queue.sync(version)
+    assert len(queue.batches) == 3
+    assert mortal.loaded > 3 * MOST_LOGS

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from megatron_rl.protocol.ledger import read_built
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import (
@@ -9,6 +11,7 @@ from megatron_rl.protocol.types import (
     NextBatch,
     RankBatch,
     SaveState,
+    Score,
     Stop,
     VerifierReady,
     WeightsSynced,
@@ -17,6 +20,8 @@ from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY
 from megatron_rl.rollout_queue.effects import LedgerMaker
 from megatron_rl.rollout_queue.recovery import recover
+from megatron_rl.rollout_queue.stall import UnixTime
+from megatron_rl.rollout_queue.states import References
 from tests.rollout_queue.played_queue import ROOM, PlayedQueue
 from tests.rollout_queue.test_batch_thread import order_of
 from tests.rollout_queue.test_ledger import NEVER, Mortal, judge
@@ -36,7 +41,10 @@ class Relaunched(Mortal):
     def recover(self) -> None:
         """As a new queue of the present launcher."""
         self.ledger.close()
-        self._unix_s.clock = None
+        self._unix_s, objects = UnixTime(), self._references._objects
+        self._references = References(
+            objects["config"], objects["prompts"], folder=self._folder, unix_s=self._unix_s
+        )
         found = recover(
             self._folder, self._references, self._unix_s, self._live(),
             label=f"start {self.launches}", limit_s=1.0,
@@ -186,16 +194,31 @@ def test_a_trainer_that_begins_again_after_the_last_step_is_told_to_stop(tmp_pat
     assert peer == "t" and isinstance(answer, Stop) and mortal.ledger.is_over
 
 
-def test_times_of_rollouts_before_the_end_of_a_launcher_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_times_of_rollouts_before_the_end_of_a_launcher_stay(tmp_path: Path, is_cut: bool) -> None:
+    """Also when the queue is killed under the third launcher, in a later segment."""
     queue, mortal = begin(tmp_path / "run")
-    unix_s = mortal._unix_s
-    unix_s.offset_s = 5000.0
+    ends = []
+    for offset_s in (5000.0, 12_000.0):
+        mortal._unix_s.offset_s = offset_s
+        mortal.tick(queue.now)
+        mortal.outgoing(queue.now)
+        kill(queue, mortal)
+        ends.append(queue.now)
+        queue.now += 10.0
+    mortal._unix_s.offset_s = 36_000.0
     mortal.tick(queue.now)
     mortal.outgoing(queue.now)
-    kill(queue, mortal)
-    unix_s.offset_s = 12_000.0
-    assert unix_s(queue.now) == queue.now + 5000.0
-    assert unix_s(queue.now + 1) == queue.now + 1 + 12_000.0
+    if is_cut:
+        mortal.ledger._cut_if_room()
+    assert mortal.ledger._number == is_cut
+    for _ in range(2):
+        unix_s = mortal._unix_s
+        assert unix_s(ends[0]) == ends[0] + 5000.0
+        assert unix_s(ends[0] + 1) == ends[0] + 1 + 12_000.0
+        assert unix_s(ends[1]) == ends[1] + 12_000.0
+        assert unix_s(ends[1] + 1) == ends[1] + 1 + 36_000.0
+        mortal.recover()
 
 
 def test_a_ledger_tells_how_many_batches_it_knows(tmp_path: Path) -> None:
@@ -219,3 +242,36 @@ def test_a_batch_is_stored_when_the_ledger_has_its_cause() -> None:
         maker.release()
         assert [batch[0].step for batch in stored] == [3]
     assert maker.look() and not maker.is_busy
+
+
+def test_an_evaluation_that_begins_before_engines_have_weights_takes_no_negative_time(
+    tmp_path: Path,
+) -> None:
+    """Verdicts of the first set arrive under the next launcher, whose engines load for long."""
+    is_graded = False
+
+    def grade(prompt: str, index: int) -> Score | str | None:
+        return None if prompt.startswith("h") and not is_graded else judge("p1", index)
+
+    one = {"name": "one", "prompts": {"path": "one.jsonl"}}
+    queue = PlayedQueue(
+        tmp_path, grade, held_out=3, eval_sets={"one": 3}, eval={"sets": [one]},
+        train={"steps": STEPS},
+    )  # fmt: skip
+    mortal = queue.coordinator = Relaunched(queue, NEVER)
+    queue.start()
+    queue.play(6)
+    kill(queue, mortal)
+    is_graded = True
+    for _ in range(60):
+        queue.now += 10.0
+        mortal.handle(VERIFY, "v", VerifierReady(ROOM, 1), queue.now)
+        queue._send()
+        mortal.tick(queue.now)
+    start_again(queue, mortal, at=0, to=0)
+    queue.play(5)
+    rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "eval/n" in row]
+    assert [(row["label"], row["eval/n"]) for row in rows] == [("before", 3), ("before.one", 3)]
+    # The first one begins 5 s before the kill, is graded 10 s after it, and ends in the next pass,
+    # 10 s later. Engines answer the second one within a second of their weights.
+    assert [row["eval/seconds"] for row in rows] == [25.0, 1.0]
