@@ -64,6 +64,11 @@ def longest_stage(config: Config) -> Config:
     return max(resolve_stages(config), key=lambda stage: stage.sampling.max_new_tokens)
 
 
+def group_sizes(config: Config) -> set[int]:
+    """The sizes of groups that the stages sample."""
+    return {stage.train.group_size for stage in resolve_stages(config)}
+
+
 def optimizer_steps(config: Config, first: int = 0) -> int:
     """Optimizer steps from batch `first` to the end, for the schedule of the learning rate.
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from megatron_rl.config.hf_config import positions_of
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.config.reward import RewardConfig
+from megatron_rl.config.staging import longest_stage
 from megatron_rl.config.tree import Config
 from megatron_rl.data.dropped_prompts import try_rendering
 from megatron_rl.data.own_systems import describe_own_systems
@@ -259,7 +260,8 @@ def _lengths(
 
 def _limit(name: str, config: Config) -> int:
     chosen = next(one for one in config.eval.sets if one.name == name)
-    return chosen.max_new_tokens or config.eval.max_new_tokens or config.sampling.max_new_tokens
+    limit = chosen.max_new_tokens or config.eval.max_new_tokens
+    return limit or longest_stage(config).sampling.max_new_tokens
 
 
 def _renamed(prompt: Prompt, name: str) -> Prompt:

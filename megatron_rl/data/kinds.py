@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Collection
+from pathlib import Path
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.lookup import nearest
@@ -73,6 +74,11 @@ def unread_keys(source: PromptSource) -> list[str]:
     what = source.path or source.name
     told = f"warning: {what} is read by kind {reader!r}, without {', '.join(unread)}"
     return [told] if unread else []
+
+
+def paths_of(source: PromptSource) -> list[Path]:
+    """The path of a source, if it has one."""
+    return [source.path] if source.path is not None else []
 
 
 def with_hub_name(source: PromptSource) -> PromptSource:

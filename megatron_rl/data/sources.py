@@ -17,7 +17,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.lookup import find_function, nearest
 from megatron_rl.config.tree import PromptSource
 from megatron_rl.data.jsonl_source import load_jsonl
-from megatron_rl.data.kinds import read_as, with_hub_name
+from megatron_rl.data.kinds import paths_of, read_as, with_hub_name
 from megatron_rl.data.repeats import Repeats
 from megatron_rl.data.tables.hub import read_hub
 from megatron_rl.data.tables.rows import RowFault, without_system
@@ -187,7 +187,7 @@ def read_source(
     settings.check_sources([source.model_copy(update={"kind": kind})])
     prompts = find_function(SOURCES, kind, key=key)(source, seed)
     notes = [] if kind == source.kind else [f"{source.name}: a data set of {kind}"]
-    paths = [] if source.path is None else [source.path]
+    paths = paths_of(source)
     if source.system == "replace":
         prompts = [without_system(prompt) for prompt in prompts]
     if kind == "jsonl" and source.repeated == "drop":

@@ -16,7 +16,7 @@ from megatron_rl.algorithms.objective import Objective, find_objective
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.lookup import where_raised
-from megatron_rl.config.staging import resolve_stages
+from megatron_rl.config.staging import group_sizes
 from megatron_rl.config.tree import Config
 from megatron_rl.observe.metrics_table import TRAINER
 
@@ -104,7 +104,7 @@ def _token_calls(objective: Objective, tokens: "Tokens") -> Calls:
 
 def _groups(config: Config) -> list[GroupView]:
     """A group of each size that a stage samples, and one that lost a completion if it may."""
-    sizes = {stage.train.group_size for stage in resolve_stages(config)}
+    sizes = group_sizes(config)
     fewer = min(sizes) - 1
     if fewer >= max(2, config.queue.min_group_share * min(sizes)):
         sizes.add(fewer)

@@ -16,6 +16,7 @@ from megatron_rl.cli.command_line.printing import printable, say, show_table
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override, read_layers, resolve
 from megatron_rl.config.shipped import config_path, names_shipped
+from megatron_rl.config.staging import longest_stage
 from megatron_rl.config.tree import Config
 from megatron_rl.data.check import UNKNOWN_TASK, Fault, Findings, check_prompts
 from megatron_rl.data.own_systems import describe_own_systems
@@ -188,7 +189,7 @@ def render_shown(config: Config, prompts: list[Prompt]) -> tuple[list[Shown], li
                 prompt.messages, 0, task=prompt.task, is_program=prompt.is_program
             )
             text, tokens, refusal = renderer.decode(ids), len(ids), ""
-            room = renderer.context_tokens - config.sampling.max_new_tokens
+            room = renderer.context_tokens - longest_stage(config).sampling.max_new_tokens
             if tokens > room:
                 refusal = f"{tokens} tokens, {room} leave room for sampling.max_new_tokens"
         except RenderError as error:
