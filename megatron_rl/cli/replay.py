@@ -56,6 +56,7 @@ def replay(options: ReplayOptions, console: Console) -> int:
         run_replay,
         step_rows,
     )
+    from megatron_rl.launcher.replay_keys import check_keys
 
     if options.step < 1:
         raise InputError("megatron-rl replay needs --step N, counted from 1")
@@ -63,6 +64,9 @@ def replay(options: ReplayOptions, console: Console) -> int:
         options.run_dir, options.step, options.to or options.step, options.out,
         options.overrides, exports=options.export, rebuilds=options.rebuild,
     )  # fmt: skip
+    notes = check_keys(options.run_dir, options.overrides)
+    if not options.json:
+        say(console, *notes)
     if options.overrides and wanted.trained_from < wanted.first and not options.json:
         trained = f"steps {wanted.trained_from} to {wanted.last}, since the checkpoint"
         say(console, f"The given keys hold for all trained steps: {trained}")
