@@ -21,6 +21,7 @@ from megatron_rl.launcher import preflight
 from megatron_rl.launcher.claims import clear_claims
 from megatron_rl.launcher.cold_start import left_behind_text, steps_left_behind
 from megatron_rl.launcher.continuation import (
+    changed_lines,
     failure_noted,
     forget_queue,
     has_ledger,
@@ -89,6 +90,7 @@ def begin(
     continues = is_left and not why_not
     # It may refuse to resume.
     is_resumed = resumed is not None or continues
+    changed = changed_lines(config) if is_resumed else []
     record_prompts(config, prompts.files, prompts.own_files, is_resumed=is_resumed)
     clear_stop(config.run.dir)
     clear_claims(config.run.dir)
@@ -103,8 +105,9 @@ def begin(
         say(console, f"warning: {text}")
     if is_resumed:
         text = _resumption_text(config, resumed, why_not, continues=continues)
-        log.info("%s", text)
-        say(console, text)
+        for line in (text, *changed):
+            log.info("%s", line)
+            say(console, line)
     return config
 
 

@@ -240,7 +240,8 @@ def test_a_dry_run_says_what_the_folder_holds_and_goes_on(
         saved = save(files / "run", 2)
         assert main([*words, *others, "--model", str(files / "model")]) == 0
         told = f"note: a run would resume from {saved}; what came before is"
-        assert told in capsys.readouterr().out
+        text = capsys.readouterr().out
+        assert told in text and "\nchanged: train.steps: 3 -> " in text
         record = {"files": [], "hub": [], "own": ["digest of other prompts"]}
         (files / "run" / "prompts.json").write_text(json.dumps(record))
         torn = files / "run" / "checkpoints" / "step_000004"
