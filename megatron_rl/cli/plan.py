@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +17,7 @@ from megatron_rl.cli.command_line.parameters import (
     check_above_zero,
 )
 from megatron_rl.cli.run import KEYS_HELP
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.gpus import DEFAULT, GPUS
 from megatron_rl.config.shipped import config_path
@@ -28,11 +30,33 @@ from megatron_rl.plan.report import print_plan
 
 @dataclass(frozen=True)
 class SizesOptions:
-    """Options of `plan`, `rehearse` and `simulate`."""
+    """Options of `plan`, `plan-weights`, `rehearse` and `simulate`."""
 
-    config: ConfigFile
+    config: ConfigFile = ""
     overrides: Overrides = field(default_factory=list)
     more: MoreConfigs = field(default_factory=list)
+
+    def load(self, overrides: Sequence[str] = ()) -> Config:
+        """The configuration; downloads config.json of a Hub model. Raises InputError.
+
+        overrides: further ones.
+        """
+        files, given = [self.config] if self.config else [], [*self.overrides, *overrides]
+        # With --config alone, the first word is an override.
+        if self.more and "=" in self.config and not Path(self.config).exists():
+            files, given = [], [self.config, *given]
+        if not (files := [*files, *self.more]):
+            raise InputError(
+                "no configuration is given: name a TOML file or a shipped configuration "
+                "(`megatron-rl config list`), as the first word or by --config"
+            )
+        if wrong := [word for word in given if "=" not in word]:
+            raise InputError(
+                f"{wrong[0]} is no override section.key=value: give a further file by --config "
+                f"{wrong[0]}"
+            )
+        config = load_config([config_path(name) for name in files], given)
+        return pin_models(config, None, only_sizes=True)
 
 
 @dataclass(frozen=True)
@@ -66,28 +90,16 @@ def plan(options: PlanOptions, console: Console) -> int:
     listed = None if options.gpu else listed_card()
     card = choose_card(options.gpu, options.gpu_memory, listed)
     hardware = Hardware(card, options.gpus, options.mfu, rate)
-    config = load_sizes([options.config, *options.more], options.overrides)
+    config = options.load()
     made = make_plan(config, hardware, options.mean_tokens)
     print_plan(made, console, as_json=options.json)
     return 1 if made.problems and made.is_known_gpu else 0
 
 
-@dataclass(frozen=True)
-class WeightsOptions:
-    config: ConfigFile
-    overrides: Overrides = field(default_factory=list)
-
-
 @command("plan-weights", "Say what a weight sync moves between which ranks.", epilog=KEYS_HELP)
-def plan_weights(options: WeightsOptions, console: Console) -> int:
+def plan_weights(options: SizesOptions, console: Console) -> int:
     # torch is slow to load.
     from megatron_rl.cli.plan_weights import plan_weights as show
 
-    show(load_sizes([options.config], options.overrides), console)
+    show(options.load(), console)
     return 0
-
-
-def load_sizes(configs: Sequence[str], overrides: Sequence[str]) -> Config:
-    """The configuration; downloads config.json of a Hub model. Raises InputError."""
-    config = load_config([config_path(name) for name in configs], overrides)
-    return pin_models(config, None, only_sizes=True)

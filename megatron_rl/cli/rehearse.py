@@ -10,7 +10,7 @@ from rich.console import Console
 
 from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import Json, check_above_zero
-from megatron_rl.cli.plan import SizesOptions, load_sizes
+from megatron_rl.cli.plan import SizesOptions
 from megatron_rl.cli.run import KEYS_HELP
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.gpus import DEFAULT, GPUS, find_gpu
@@ -56,7 +56,7 @@ def rehearse(options: RehearseOptions, console: Console) -> int:
     """Exit code: 0, 1 (the step would hang, fail or not fit), 2 (bad input)."""
     check_above_zero(options, "gpus", "microbatches", "mean_tokens", "processes")
     find_gpu(options.gpu)
-    config = load_sizes([options.config, *options.more], options.overrides)
+    config = options.load()
     config = _divided(config, options.gpus)
     from megatron_rl.rehearsal.rehearse import Options
     from megatron_rl.rehearsal.rehearse import rehearse as take

@@ -54,7 +54,14 @@ class ReplayOptions:
 def replay(options: ReplayOptions, console: Console) -> int:
     """Exit code: 0, 1 (a rank failed), 2 (bad input)."""
     # Loads most of the launcher.
-    from megatron_rl.launcher.replay import compare_steps, find_replay, place_rebuilt, run_replay
+    from megatron_rl.launcher.replay import (
+        compare_steps,
+        find_config,
+        find_replay,
+        place_rebuilt,
+        run_replay,
+    )
+    from megatron_rl.launcher.replay_keys import check_keys
 
     if options.step < 1:
         raise InputError("megatron-rl replay needs --step N, counted from 1")
@@ -62,6 +69,9 @@ def replay(options: ReplayOptions, console: Console) -> int:
         options.run_dir, options.step, options.to or options.step, options.out,
         options.overrides, exports=options.export, rebuilds=options.rebuild,
     )  # fmt: skip
+    notes = check_keys(find_config(wanted), options.overrides)
+    if not options.json:
+        say(console, *notes)
     if options.overrides and wanted.trained_from < wanted.first and not options.json:
         trained = f"steps {wanted.trained_from} to {wanted.last}, since the checkpoint"
         say(console, f"The given keys hold for all trained steps: {trained}")

@@ -24,7 +24,7 @@ from megatron_rl.cli.command_line.printing import (
     say,
     show_table,
 )
-from megatron_rl.cli.plan import SizesOptions, load_sizes
+from megatron_rl.cli.plan import SizesOptions
 from megatron_rl.cli.run import KEYS_HELP
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.gpus import GPUS
@@ -127,17 +127,13 @@ def simulate(options: SimulateOptions, console: Console) -> int:
     if options.plots is not None:
         check_plots("leave --plots out")
 
-    def load(overrides: Sequence[str]) -> Config:
-        names = [options.config, *options.more]
-        return load_sizes(names, [*options.overrides, *overrides])
-
     calibration = None
     if options.calibrate:
         warn_of_missing(options.calibrate)
         calibration = calibrate(read_run(options.calibrate))
     sweeps = [parse_sweep(text) for text in options.sweep]
-    variants = make_variants(load, sweeps, _assumptions(options), options.gpus)
-    workload = _workload(options, load([]), calibration)
+    variants = make_variants(options.load, sweeps, _assumptions(options), options.gpus)
+    workload = _workload(options, options.load(), calibration)
     variants = [v for v in variants if _fits(v, calibration, alone=len(variants) == 1)]
     if not variants:
         raise InputError("none of these settings fits its GPUs: the lines above say why")

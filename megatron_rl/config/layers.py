@@ -109,8 +109,14 @@ def leaves(value: object, key: str) -> Iterator[tuple[str, Any]]:
 
 def changed_keys(before: Section, now: Section) -> list[str]:
     """Keys whose values differ between two configurations, sorted."""
+    return list(changed_values(before, now))
+
+
+def changed_values(before: Section, now: Section) -> dict[str, tuple[object, object]]:
+    """(value before, value now) of each key that differs, sorted; None: a key that is not there."""
     first, second = (dict(leaves(one.model_dump(), "")) for one in (before, now))
-    return [key for key in sorted(first.keys() | second) if first.get(key) != second.get(key)]
+    pairs = {key: (first.get(key), second.get(key)) for key in sorted(first.keys() | second)}
+    return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
 
 
 def first_of(keys: Sequence[str]) -> str:

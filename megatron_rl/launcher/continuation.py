@@ -5,15 +5,17 @@ After the failure of a role it does not: queue or trainer could fail again on th
 batches.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_rl.config.layers import changed_keys, first_of
+from megatron_rl.config.expert import public_key
+from megatron_rl.config.layers import changed_keys, changed_values, first_of
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.cold_start import is_due
 from megatron_rl.launcher.node_link import NodeLost
-from megatron_rl.launcher.run_folder import earlier_config
+from megatron_rl.launcher.run_folder import CONFIG, earlier_config
 from megatron_rl.observe.deaths import RoleDied
 from megatron_rl.observe.heartbeat import FolderTaken
 from megatron_rl.protocol.checkpoint_folder import step_of
@@ -25,6 +27,10 @@ from megatron_rl.rollout_queue.states import program_digest
 
 _NOT_THE_QUEUES = ("metrics.", "ports.", "run.dir")
 """Keys that may change: queue and trainer do the same with any value."""
+_OF_THE_START = ("ports.", "run.dir")
+"""Keys that each start of a run resolves anew."""
+_MAX_LINES = 20
+_MAX_CHARACTERS = 60
 _FAILED = "failed"
 """File in the ledger's folder: a role failed while the ledger was written."""
 
@@ -70,6 +76,31 @@ def _changed_keys(config: Config) -> str:
         return "its config.toml cannot be read"
     changed = changed_keys(earlier, config)
     return first_of([key for key in changed if not key.startswith(_NOT_THE_QUEUES)])
+
+
+def changed_lines(config: Config) -> list[str]:
+    """A line "key: old -> new" for each key that a resumed run changes, at most _MAX_LINES.
+
+    Call before the configuration in the run folder is replaced.
+    """
+    earlier = earlier_config(config.run.dir)
+    if earlier is None:
+        return []
+    changed = changed_values(earlier, config)
+    lines = [
+        f"changed: {public_key(key)}: {_shown(old)} -> {_shown(new)}"
+        for key, (old, new) in changed.items()
+        if not key.startswith(_OF_THE_START)
+    ]
+    if len(lines) > _MAX_LINES:
+        more = len(lines) - _MAX_LINES + 1
+        lines[_MAX_LINES - 1 :] = [f"changed: {more} more keys; {CONFIG} has the earlier values"]
+    return lines
+
+
+def _shown(value: object) -> str:
+    text = "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
 
 
 def _fault_of_batches(config: Config, step: int) -> str:

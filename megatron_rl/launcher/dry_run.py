@@ -18,6 +18,7 @@ from megatron_rl.config.thinking import ThinkTags, in_tags
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import prompts_of_run
 from megatron_rl.launcher import preflight
+from megatron_rl.launcher.continuation import changed_lines
 from megatron_rl.launcher.dry_run_text import NOTHING, run_lines
 from megatron_rl.launcher.objective_trial import try_objective
 from megatron_rl.launcher.placement import ONE_NODE, Machines
@@ -116,6 +117,7 @@ def _notes_of_start(
             record = make_record(config, prompts.files, prompts.own_files)
             check_same_prompts(config.run.dir / RECORD, record)
             notes.append(f"note: a run would resume from {resumed}; what came before is done")
+            notes += changed_lines(config)
     except InputError as error:
         notes.append(f"note: a run would be refused: {error}")
     if machines.gpus_per_node is None:

@@ -29,7 +29,6 @@ from megatron_rl.data.dropped_prompts import DROPPED, DroppedPrompt, try_renderi
 from megatron_rl.data.own_systems import describe_own_systems, has_own_system
 from megatron_rl.data.prompts import (
     PromptSets,
-    PromptStream,
     divide_for_run,
     material_of_run,
     most_held_out,
@@ -49,7 +48,7 @@ from megatron_rl.launcher.thinking import describe_thinking
 from megatron_rl.observe.exporters.exporter import check_installed
 from megatron_rl.observe.host_memory import memory_limit_bytes
 from megatron_rl.protocol.checkpoint_folder import find_resume, read_queue_state
-from megatron_rl.protocol.queue_state import PromptCursor
+from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.render import count_parameters, describe_system_prompts, names_cpp
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.evaluation import (
@@ -57,6 +56,7 @@ from megatron_rl.rollout_queue.evaluation import (
     describe_evaluation,
     evaluation_sets,
 )
+from megatron_rl.rollout_queue.recovery import check_resumption
 from megatron_rl.rollout_queue.replay_datasets import check_sources
 from megatron_rl.rollout_queue.training_groups import check_draws
 from megatron_rl.weights.exchange.folder import check_folder
@@ -302,15 +302,16 @@ def check_prompts(config: Config) -> PromptReport:
         sets.all, config, completion_limits(config, sets), taught=first_taught(config.sft),
         trials=sft_trials(config.sft),
     )  # fmt: skip
-    cursor = _saved_cursor(config)
+    saved = _saved_state(config)
     kept_out = frozenset(prompt.id for prompt in dropped)
+    cursor = saved.cursor if saved is not None else None
     sets = divide_for_run(material, config, kept_out, cursor=cursor)
     if dropped:
         _check_kept(sets, dropped, config)
     if _samples_for_training(config):
         check_draws(sets, config)
-    if cursor is not None:
-        PromptStream(sets, config.run.seed).restore(cursor)
+    if saved is not None:
+        check_resumption(config, sets, saved)
     notes = [sets.describe(), *describe_evaluation(evaluation_sets(config, sets))]
     notes += [*map(printable, sets.notes), *_describe_dropped(dropped)]
     notes += map(printable, rendering_notes)
@@ -337,12 +338,12 @@ def _describe_unused(config: Config, tasks: Sequence[str]) -> list[str]:
     return found + unused_keys(config) + late_stages(config) + off_policy_bias(config)
 
 
-def _saved_cursor(config: Config) -> PromptCursor | None:
-    """Where a run that resumes stands in its prompts."""
-    if not _samples_for_training(config):
+def _saved_state(config: Config) -> QueueState | None:
+    """The queue's state from which a run resumes."""
+    if not config.train.steps:
         return None
     resumed = find_resume(config.checkpoint, config.run.dir)
-    return None if resumed is None else read_queue_state(resumed).cursor
+    return None if resumed is None else read_queue_state(resumed)
 
 
 def _samples_for_training(config: Config) -> bool:

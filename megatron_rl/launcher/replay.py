@@ -13,12 +13,12 @@ from pathlib import Path
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, load_run, override
-from megatron_rl.config.staging import optimizer_steps
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.cold_start import first_model
 from megatron_rl.launcher.node import environment_of_ranks, open_supervisor
 from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import find_free
+from megatron_rl.launcher.replay_keys import find_changes
 from megatron_rl.launcher.run_folder import CONFIG, kept_config_name
 from megatron_rl.launcher.supervisor import POLL_S
 from megatron_rl.protocol.checkpoint_folder import (
@@ -35,14 +35,6 @@ from megatron_rl.protocol.whole_file import check_writable
 _HOST = "127.0.0.1"
 _OF_THE_MACHINE = ("_s", "per_gpu", "train/mfu")
 """Ends of names of metrics that differ between two machines."""
-_READ = ("model", "algorithm", "optimizer", "parallel", "train")
-_READ_OF_TRAIN = (
-    "microbatch_tokens", "packing", "pad_microbatches", "logprob_chunk_tokens", "router_replay",
-    "deterministic", "max_skipped_updates",
-)  # fmt: skip
-_OF_THE_BATCH = (
-    "preset", "zero_variance_groups", "advantage_estimator", "normalization", "aggregation"
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -179,11 +171,9 @@ def find_config(replay: Replay) -> Path:
             )
         parts.append((begin, end, file))
     *earlier, (begin, _, last) = parts
-    values = _values_of_training(load_config(last, replay.overrides))
+    trained = load_config(last, replay.overrides)
     for _, end, file in earlier:
-        old = _values_of_training(load_config(file, replay.overrides))
-        keys = sorted(key for key in values | old if values.get(key) != old.get(key))
-        if keys:
+        if keys := find_changes(load_config(file, replay.overrides), trained):
             raise InputError(
                 f"the steps {replay.trained_from} to {replay.last} were trained under {file.name} "
                 f"to step {end} and under {last.name} from step {begin + 1}, which differ in "
@@ -217,20 +207,6 @@ def _configured_parts(run_dir: Path) -> list[_Part]:
         parts.append((step, None, run_dir / CONFIG))
         written.add(kept)
     return parts
-
-
-def _values_of_training(config: Config) -> dict[str, object]:
-    """Values that a repeated step reads, by key. Advantages and weights are part of its batch."""
-    sections = {name: getattr(config, name).model_dump() for name in _READ}
-    for name in _OF_THE_BATCH:
-        del sections["algorithm"][name]
-    found: dict[str, object] = {
-        f"{section}.{key}": value for section, keys in sections.items()
-        for key, value in keys.items() if section != "train" or key in _READ_OF_TRAIN
-    }  # fmt: skip
-    if config.optimizer.lr_schedule != "constant":
-        found["train.steps or minibatches (optimizer.lr_schedule)"] = optimizer_steps(config)
-    return found
 
 
 def _command(replay: Replay, config: Config, source: Path, overrides: Sequence[str]) -> list[str]:

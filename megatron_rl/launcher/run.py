@@ -21,6 +21,7 @@ from megatron_rl.launcher import preflight
 from megatron_rl.launcher.claims import clear_claims
 from megatron_rl.launcher.cold_start import left_behind_text, steps_left_behind
 from megatron_rl.launcher.continuation import (
+    changed_lines,
     failure_noted,
     forget_queue,
     has_ledger,
@@ -87,6 +88,10 @@ def begin(
     is_left = has_ledger(config.run.dir)
     why_not = why_not_continued(config, resumed) if is_left else ""
     continues = is_left and not why_not
+    # It may refuse to resume.
+    is_resumed = resumed is not None or continues
+    changed = changed_lines(config) if is_resumed else []
+    record_prompts(config, prompts.files, prompts.own_files, is_resumed=is_resumed)
     clear_stop(config.run.dir)
     clear_claims(config.run.dir)
     passed_over = checkpoints_passed_over(config, resumed)
@@ -98,10 +103,11 @@ def begin(
     for text in passed_over:
         log.warning("%s", text)
         say(console, f"warning: {text}")
-    if resumed is not None or continues:
+    if is_resumed:
         text = _resumption_text(config, resumed, why_not, continues=continues)
-        log.info("%s", text)
-        say(console, text)
+        for line in (text, *changed):
+            log.info("%s", line)
+            say(console, line)
     return config
 
 
@@ -193,15 +199,13 @@ def prepare_run_folder(
     (resolved.run.dir / "logs").mkdir(parents=True, exist_ok=True)
     for name in (COLD_START, SFT_BASELINE, FINAL):
         recover(resolved.run.dir / "hf" / name)
-    # Before the configuration is replaced, because this may refuse to resume.
-    is_resumed = resumed is not None or continues
-    record_prompts(resolved, prompts.files, prompts.own_files, is_resumed=is_resumed)
+    # Before the configuration is replaced, because this may refuse its input.
+    notes = [*prompts.notes, *prepare_datasets(resolved)]
     if replaces_config:
         write_whole(resolved.run.dir / CONFIG, dump_toml(resolved), is_private=True)
     else:
         write_config(resolved, resumed, continues=continues)
     write_dropped(resolved.run.dir, prompts.dropped)
-    notes = [*prompts.notes, *prepare_datasets(resolved)]
     log_into(resolved.run.dir / "logs" / "launch.log")
     log.info("ports: %s", ports_text(resolved.ports))
     for note in notes:

@@ -20,6 +20,8 @@ TAIL_LINES = 15
 _LAST_BYTES = 1 << 20
 SAME_COMMAND = "The same command"
 """Begins the last line of a run that ended early, which tells how to resume."""
+CORRECTED_COMMAND = "The corrected command"
+"""In its place after bad input, which would end the same command again."""
 # torchrun prints the exit code of a failed rank, then its own traceback and a list of ranks.
 _TORCHRUN_VERDICT = re.compile(r"failed \(exitcode: (-?\d+)\)")
 _TORCHRUN_LISTED = re.compile(r"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: -(\d+) ")
@@ -73,8 +75,11 @@ def until_death(work: Callable[[], None], last_words: Callable[[], str] = lambda
         raise
     except (RoleDied, RunFailed, DeadlineExceeded) as error:
         is_input = isinstance(error, RoleDied) and error.exit_code == EXIT_BAD_INPUT
-        advice = "Correct the input first: it would end the run again." if is_input else ""
-        for text in filter(None, [str(error), advice, last_words()]):
+        advice, how = "", last_words()
+        if is_input:
+            advice = "Correct the input first: it would end the run again."
+            how = how.replace(SAME_COMMAND, CORRECTED_COMMAND)
+        for text in filter(None, [str(error), advice, how]):
             log.error("%s", text)
         return EXIT_FAILED
     return 0

@@ -9,6 +9,7 @@ still get the slots that the evaluation does not need.
 import collections
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -32,6 +33,7 @@ from megatron_rl.rollout_queue.evaluation import (
     keep_evaluated,
     label_at,
     read_ended,
+    read_evaluated,
 )
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.leases import Leases
@@ -50,6 +52,20 @@ class _Due(NamedTuple):
     what: EvaluationSet
     version: int
     is_final: bool
+
+
+def check_unfinished(run_dir: Path, state: QueueState, sets: Sequence[EvaluationSet]) -> None:
+    """Read the files from which `EvaluationScheduler.resume` ends evaluations of earlier versions.
+
+    Raises InputError for a damaged file.
+    """
+    ended = read_ended(run_dir, state.step) if (run_dir / "metrics.jsonl").exists() else set()
+    by_name = {one.name: one for one in sets}
+    for one in state.unfinished_evaluations:
+        what = by_name.get(one.label.partition(".")[2])
+        is_over = one.version == state.step or (one.label, one.version) in ended
+        if one.has_begun and not is_over and what is not None:
+            read_evaluated(run_dir, one.label, what)
 
 
 class EvaluationScheduler:

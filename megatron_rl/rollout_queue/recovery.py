@@ -3,9 +3,9 @@
 A ledger is continued from its newest state, with each record after it. The queue was killed alone,
 or its launcher with all processes (`Coordinator.relaunch`).
 
-Used by the rollout queue's server at its start. The messages of the replayed coordinator are not
-sent; their checksums are compared with those of the killed process, so a replay that differs ends
-the run instead of losing prompts silently.
+Used by the rollout queue's server at its start, and by the launcher to check a saved state. The
+messages of the replayed coordinator are not sent; their checksums are compared with those of the
+killed process, so a replay that differs ends the run instead of losing prompts silently.
 """
 
 import logging
@@ -50,11 +50,15 @@ from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.coordinator import Coordinator
 from megatron_rl.rollout_queue.effects import LedgerMaker, LedgerMetrics, LedgerWriter
+from megatron_rl.rollout_queue.evaluation import evaluation_sets
+from megatron_rl.rollout_queue.evaluation_scheduler import check_unfinished
 from megatron_rl.rollout_queue.ledger import Ledger, Parts, check_of, start_of
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.record_files import RecordFiles, RecordThread
+from megatron_rl.rollout_queue.replay import open_replay
 from megatron_rl.rollout_queue.stall import LoopClock, UnixTime
 from megatron_rl.rollout_queue.states import Place, References
+from megatron_rl.rollout_queue.training_groups import TrainingGroups
 
 log = logging.getLogger(__name__)
 
@@ -277,3 +281,16 @@ class Start:
         if self.awaits_cold_start:
             coordinator.deadline.await_trainer()
         return coordinator
+
+
+def check_resumption(config: Config, prompts: PromptSets, state: QueueState) -> None:
+    """Raise InputError for a saved state that `Coordinator.resume` would refuse; writes nothing.
+
+    The launcher calls it before it changes the run folder.
+    """
+    TrainingGroups(prompts, config).restore(state)
+    if config.replay.buffer_groups:
+        replay = open_replay(config, prompts.held_out)
+        assert replay is not None
+        replay.resume_at(state.step)
+    check_unfinished(config.run.dir, state, evaluation_sets(config, prompts))

@@ -13,7 +13,14 @@ from rich.console import Console
 
 from megatron_rl.cli.command_line.printing import counted, progress, say
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
-from megatron_rl.observe.deaths import SAME_COMMAND, RoleDied, how_it_ended, last_output, tail
+from megatron_rl.observe.deaths import (
+    CORRECTED_COMMAND,
+    SAME_COMMAND,
+    RoleDied,
+    how_it_ended,
+    last_output,
+    tail,
+)
 from megatron_rl.protocol.whole_file import PRIVATE_FOLDER
 from megatron_rl.sweep.folders import FAILURE, State, state_of
 from megatron_rl.sweep.plan import Plan, PlannedRun
@@ -90,5 +97,6 @@ def last_line(log_path: Path, start: int) -> str:
     """The last line of the error in a log, from byte `start` on."""
     lines = tail(last_output(log_path, start))
     # The hint how to resume follows the error.
-    lines = [line for line in lines if SAME_COMMAND not in line]
+    hints = SAME_COMMAND, CORRECTED_COMMAND
+    lines = [line for line in lines if not any(hint in line for hint in hints)]
     return lines[-1].strip().removeprefix(_PROGRAM) if lines else "it printed nothing"

@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console
 
 from megatron_rl.config.files import dump_toml, load_config
+from megatron_rl.config.layers import changed_keys
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import run
-from megatron_rl.launcher.continuation import failure_noted, why_not_continued
+from megatron_rl.launcher.continuation import changed_lines, failure_noted, why_not_continued
 from megatron_rl.launcher.node_link import NodeLost
 from megatron_rl.launcher.preflight import PromptReport
 from megatron_rl.launcher.run_folder import CONFIG, check_run_folder
@@ -107,6 +108,27 @@ def test_another_configuration_begins_at_the_checkpoint_and_says_why(run_dir: Pa
     assert files_of(run_dir / FOLDER) == [] and stored_steps(run_dir / BATCHES) == [3, 4, 5]
     [_, row] = read_jsonl(run_dir / "metrics.jsonl")
     assert row[RESUMED] == 1 and CONTINUED not in row
+
+
+def test_a_resume_names_each_changed_key_with_both_values(run_dir: Path) -> None:
+    given = ["optimizer.lr=0.5", "queue.max_staleness=5", "expert.train.record_tokens=false",
+             "stages.0.at_step=9", "expert.ports.batches=7002"]  # fmt: skip
+    old = config(run_dir)
+    lines = [line for line in begin(run_dir, *given).splitlines() if line.startswith("changed: ")]
+    assert f"changed: optimizer.lr: {old.optimizer.lr} -> 0.5" in lines
+    assert f"changed: queue.max_staleness: {old.queue.max_staleness} -> 5" in lines
+    assert "changed: expert.train.record_tokens: true -> false" in lines
+    assert "changed: stages.0.at_step: none -> 9" in lines
+    assert not any("ports." in line or "run.dir" in line for line in lines)
+    assert begin(run_dir, *given).count("changed: ") == 0
+
+
+def test_a_resume_with_many_changed_keys_names_nineteen_of_them(run_dir: Path) -> None:
+    # Each source has a line for each of its keys.
+    given = [f"prompts.{number}.path=p{number}" for number in range(3)]
+    *named, last = changed_lines(config(run_dir, *given))
+    everything = len(changed_keys(config(run_dir), config(run_dir, *given)))
+    assert len(named) == 19 and last.startswith(f"changed: {everything - 19} more keys")
 
 
 @pytest.mark.parametrize("given", ["metrics.tensorboard=true", "expert.ports.batches=7002"])

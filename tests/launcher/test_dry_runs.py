@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -18,7 +19,15 @@ from megatron_rl.config.tree import PromptSource
 from megatron_rl.launcher import nodes
 from megatron_rl.launcher.dry_run_text import run_lines
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, QUEUE_STATE, seal
-from megatron_rl.protocol.queue_state import PromptCursor, QueueState
+from megatron_rl.protocol.queue_state import (
+    CurriculumState,
+    PromptCursor,
+    PromptVisits,
+    QueueState,
+    StageState,
+    UnfinishedEvaluation,
+    UnfinishedGroup,
+)
 from tests.analysis.planted import plant
 from tests.launcher.test_dry_run import LINES, write_byte_tokenizer
 from tests.launcher.test_examples import ALL, COMMON, RECIPES
@@ -73,10 +82,11 @@ def hub_keys(source: PromptSource, prefix: str) -> list[str]:
     return [f"{prefix}.{key}=" for key in keys if getattr(source, key)]
 
 
-def save(run_dir: Path, step: int) -> Path:
-    """A checkpoint of a run of `given`, without weights."""
+def save(run_dir: Path, step: int, **changes: Any) -> Path:
+    """A checkpoint of a run of `given`, without weights. changes: fields of the queue's state."""
     (partial := run_dir / CHECKPOINTS / "step.partial").mkdir(parents=True)
     state = QueueState(step, PromptCursor(0, [0], [TRAIN_PROMPTS], seed=0), 0, [], [])
+    state = msgspec.structs.replace(state, **changes)
     (partial / QUEUE_STATE).write_bytes(msgspec.json.encode(state))
     return seal(partial, step, {})
 
@@ -230,7 +240,8 @@ def test_a_dry_run_says_what_the_folder_holds_and_goes_on(
         saved = save(files / "run", 2)
         assert main([*words, *others, "--model", str(files / "model")]) == 0
         told = f"note: a run would resume from {saved}; what came before is"
-        assert told in capsys.readouterr().out
+        text = capsys.readouterr().out
+        assert told in text and "\nchanged: train.steps: 3 -> " in text
         record = {"files": [], "hub": [], "own": ["digest of other prompts"]}
         (files / "run" / "prompts.json").write_text(json.dumps(record))
         torn = files / "run" / "checkpoints" / "step_000004"
@@ -244,6 +255,39 @@ def test_a_dry_run_says_what_the_folder_holds_and_goes_on(
         shutil.rmtree(files / "run")
     assert f"[{TRAIN_PROMPTS}] train prompts with run.seed=0; this run has 1 of" in caplog.text
     assert "with run.seed=5: resume with the prompts and the seed" in caplog.text
+
+
+_VISITED = CurriculumState(1, [], {"gone": PromptVisits(1, 0, False)}, 0)
+_BEGUN = UnfinishedEvaluation("step_1", 1, has_begun=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "message"),
+    [
+        ({"stages": StageState([0, 1, 2], [])}, [], "was in stage 2, but this configuration has"),
+        ({"unfinished": [UnfinishedGroup(3, "gone")]}, [], "names the prompt 'gone'"),
+        ({"curriculum": _VISITED}, ["curriculum.retire_after=1"], "curriculum names the prompt"),
+        ({"unfinished_evaluations": [_BEGUN]}, [], "eval_step_1.jsonl"),
+    ],
+)
+def test_a_saved_state_that_the_queue_would_refuse_is_refused_before_the_folder_changes(
+    files: Path, changes: dict[str, Any], words: list[str], message: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    run_dir = files / "run"
+    save(run_dir, 2, **changes)
+    (run_dir / "rollouts").mkdir()
+    contents = {"config.toml": "", "summary.json": "{}", "rollouts/eval_step_1.jsonl": "x\n{}\n"}
+    for name, content in contents.items():
+        (run_dir / name).write_text(content)
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    command = ["run", "--config", "tiny", *given(files), "sft.steps=0", "eval.prompts=10",
+               "generator.context_tokens=4096", "generator.kv_tokens=65536", *words]  # fmt: skip
+    for one in (command, [*command, "--dry-run"]):
+        caplog.clear()
+        assert main(one) == 2
+        assert message in caplog.text and "same command" not in caplog.text
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 
 def test_a_cold_start_alone_needs_no_queue(

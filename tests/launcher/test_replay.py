@@ -166,7 +166,9 @@ def test_steps_have_the_configuration_under_which_they_were_trained(tmp_path: Pa
     resumes(tmp_path, (0, f"{linear}10"), (10, f"{linear}20"))
     assert load_config(find_config(spanning(tmp_path, 9, 10))).train.steps == 10
     assert load_config(find_config(spanning(tmp_path, 11, 12))).train.steps == 20
-    with pytest.raises(InputError, match=r"to step 10 .*train.steps or minib.*steps up to 10"):
+    with pytest.raises(
+        InputError, match=r"to step 10 .*differ in train.steps: give steps up to 10"
+    ):
         find_config(spanning(tmp_path, 10, 11))
     same = find_config(spanning(tmp_path, 10, 11, "train.steps=20"))
     assert same == tmp_path / CONFIG

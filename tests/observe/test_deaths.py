@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -156,9 +157,10 @@ def test_exit_code_2_is_for_what_was_refused_before_anything_started(
         raise RoleDied("trainer", 2, "trainer ended with exit code 2")
 
     assert run_main("launcher", lambda: refuse(is_started=False)) == 2
-    for work in (lambda: refuse(is_started=True), die):
+    started = partial(refuse, is_started=True)
+    for work, command in ((started, "same"), (die, "corrected")):
         assert until_death(work, lambda: "The same command resumes.") == 1
-        assert caplog.messages[-1] == "The same command resumes."
+        assert caplog.messages[-1] == f"The {command} command resumes."
 
 
 @pytest.mark.parametrize(("exit_code", "is_told"), [(2, True), (1, False), (-9, False)])
@@ -170,7 +172,8 @@ def test_bad_input_of_a_rank_is_to_be_corrected_first(
 
     assert until_death(work, lambda: "The same command resumes.") == 1
     told = ["Correct the input first: it would end the run again."] if is_told else []
-    assert caplog.messages == ["sft ended", *told, "The same command resumes."]
+    command = "corrected" if is_told else "same"
+    assert caplog.messages == ["sft ended", *told, f"The {command} command resumes."]
 
 
 def test_a_signal_ends_with_the_words_of_what_can_be_done(

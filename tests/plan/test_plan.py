@@ -246,9 +246,26 @@ def test_the_command_prints_the_plan(config_path: Path, capsys: pytest.CaptureFi
     assert tree["trainer"]["total"] + tree["free_bytes"] == 40 * GIB
 
 
+def test_files_are_given_as_to_run_and_later_ones_win(
+    config_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later = tmp_path / "later.toml"
+    later.write_text("[train]\ngroup_size = 6\nprompts_per_batch = 64\n")
+    first, second = str(config_path), str(later)
+    for files in ([first, "--config", second], ["--config", first, "--config", second]):
+        _, text = run(capsys, *files, *SHAPED, "train.prompts_per_batch=32", "--json")
+        # 32 groups of 6.
+        assert json.loads(text)["step"]["sequences"] == 192
+    # Without a positional file the first word is an override.
+    _, text = run(capsys, "train.group_size=3", "--config", first, "--config", second, *SHAPED,
+                  "--json")  # fmt: skip
+    assert json.loads(text)["step"]["sequences"] == 64 * 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["later.toml"], "give a further file by --config later.toml"),
         (["--gpu", "h1000"], "--gpu 'h1000' is not known"),
         (["--mfu", "0"], "--mfu 0.0 must be above 0"),
         (["parallel.tensor=3"], "parallel.tensor = 3 does not divide"),

@@ -90,7 +90,10 @@ Overrides = Annotated[
     ),
 ]  # fmt: skip
 ConfigFile = Annotated[
-    str, typer.Argument(metavar="CONFIG", help=_FILE_HELP, autocompletion=complete_config)
+    str,
+    typer.Argument(
+        metavar="CONFIG", help=_FILE_HELP, autocompletion=complete_config, show_default=False
+    ),
 ]
 ConfigFiles = Annotated[
     list[str],
@@ -103,7 +106,7 @@ MoreConfigs = Annotated[
     list[str],
     typer.Option(
         "--config", metavar="FILE", show_default=False, autocompletion=complete_config,
-        help="Further TOML files; later files win.",
+        help=f"{_FILE_HELP} Later files win, over CONFIG too.",
     ),
 ]  # fmt: skip
 OneConfig = Annotated[

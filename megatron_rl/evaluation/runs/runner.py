@@ -21,7 +21,7 @@ from megatron_rl.launcher import preflight
 from megatron_rl.launcher.dry_run_text import NOTHING, evaluation_lines
 from megatron_rl.launcher.node import first_node
 from megatron_rl.launcher.phases import evaluate_folder
-from megatron_rl.launcher.prompt_record import pin_revisions
+from megatron_rl.launcher.prompt_record import pin_revisions, record_prompts
 from megatron_rl.launcher.run import prepare_run_folder
 from megatron_rl.launcher.run_folder import CONFIG, locked
 from megatron_rl.protocol.stop_request import clear_stop
@@ -78,6 +78,7 @@ def evaluate(
         if is_again:
             say(console, _again_text(config, missing, changed))
         if missing:
+            record_prompts(config, prompts.files, prompts.own_files, is_resumed=False)
             config = prepare_run_folder(config, None, prompts, console, replaces_config=is_again)
             with first_node(config, console, lock) as node:
                 evaluate_folder(node, label, ["--keep-evaluated"])
