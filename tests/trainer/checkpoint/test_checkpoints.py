@@ -167,8 +167,9 @@ def saved_when_asked(cfg: Config) -> list[bool]:
                 checkpoints.save_if_due(step, trainer)
                 checkpoints.save_last_if_asked(step, trainer)
             found.append(bool(complete_checkpoints(cfg.run.dir / CHECKPOINTS)))
-            dist.barrier()
+            # Before the other rank may ask again.
             clear_stop(cfg.run.dir)
+            dist.barrier()
     return found
 
 
