@@ -56,8 +56,8 @@ class Request:
 def first_token_at(timestamps: list[float] | None, tokens: int) -> float:
     """Time of the first token by time.monotonic(); -1 when transformers forgot it.
 
-    timestamps: of the tokens by time.perf_counter(). An evicted and restarted request has only
-    those of its later tokens.
+    timestamps: of the tokens by time.perf_counter(). An evicted and restarted request has
+    timestamps of its later tokens alone.
     """
     if timestamps is None or len(timestamps) != tokens:
         return -1.0

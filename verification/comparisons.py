@@ -30,7 +30,8 @@ from verification.rules import RewardRules
 from verification.verdict import CORRECT, WRONG, GradingError, Verdict
 
 FORKED = "forked and its child returned: end the child by os._exit, as multiprocessing does"
-"""What stderr says of a user's function, behind its name."""
+"""What stderr says of a user's function, behind its name. `environments/fork_server.py` says the
+same; its Python may lack this package."""
 Judge = Callable[[FormatResult, ScoreRequest, RewardRules], Verdict]
 QuickJudge = Callable[[FormatResult, ScoreRequest, RewardRules], Verdict | None]
 

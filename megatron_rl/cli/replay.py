@@ -69,14 +69,15 @@ def replay(options: ReplayOptions, console: Console) -> int:
         options.run_dir, options.step, options.to or options.step, options.out,
         options.overrides, exports=options.export, rebuilds=options.rebuild,
     )  # fmt: skip
-    notes = check_keys(find_config(wanted), options.overrides)
+    source = find_config(wanted)
+    notes = check_keys(source, options.overrides)
     if not options.json:
         say(console, *notes)
     if options.overrides and wanted.trained_from < wanted.first and not options.json:
         trained = f"steps {wanted.trained_from} to {wanted.last}, since the checkpoint"
         say(console, f"The given keys hold for all trained steps: {trained}")
     repeated: list[dict] = []
-    code = until_death(lambda: repeated.extend(run_replay(wanted)))
+    code = until_death(lambda: repeated.extend(run_replay(wanted, source)))
     if code:
         return code
     steps = compare_steps(wanted, repeated)

@@ -128,7 +128,7 @@ def _same(parts: Sequence[str], given: Sequence[str]) -> bool:
 def _sections(
     model: type[Section], key: str, meaning: str, value: Section | None, *, is_given: bool
 ) -> Iterator[Table]:
-    """The table of a section, then those of its subsections.
+    """The table of a section, then the tables of its subsections.
 
     meaning: of the field that holds it. value: its defaults there; None: it does not exist by
     default.

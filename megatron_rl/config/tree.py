@@ -342,6 +342,6 @@ class Config(Section):
     @property
     def eval_delay_s(self) -> float:
         """Maximum seconds that evaluations delay a batch or the end of training."""
-        # Beside evaluators training reaches the next version that is due, whose evaluations follow.
+        # While evaluators work, training reaches the next version that is due for evaluation.
         versions = 2 if self.evaluators else 1
         return versions * self.eval.all_timeout_s

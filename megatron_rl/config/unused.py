@@ -140,7 +140,7 @@ def off_policy_bias(config: Config) -> list[str]:
 def late_stages(config: Config) -> list[str]:
     """A warning for each stage whose first batch is after the last one, plateaus reached at once.
 
-    A run may be made longer later, so that this is no mistake for certain.
+    It is no refusal, because a run may be made longer later.
     """
     steps, first, found = config.train.steps, 0, []
     for number, stage in enumerate(config.stages, start=1):

@@ -28,7 +28,7 @@ from megatron_rl.rollout_queue.states import program_digest
 _NOT_THE_QUEUES = ("metrics.", "ports.", "run.dir")
 """Keys that may change: queue and trainer do the same with any value."""
 _OF_THE_START = ("ports.", "run.dir")
-"""Keys that each start of a run resolves anew."""
+"""Keys that differ at each start of a run."""
 _MAX_LINES = 20
 _MAX_CHARACTERS = 60
 _FAILED = "failed"

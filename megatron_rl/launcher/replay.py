@@ -128,14 +128,13 @@ def place_rebuilt(replay: Replay, *, is_equal: bool) -> Path:
     return partial.rename(lost)
 
 
-def run_replay(replay: Replay) -> list[Row]:
+def run_replay(replay: Replay, source: Path) -> list[Row]:
     """Repeat the steps; returns the new rows of the steps to compare.
 
-    Raises InputError before anything starts, RoleDied.
+    source: see `find_config`. Raises InputError before anything starts, RoleDied.
     """
     out, run_dir = replay.out.resolve(), replay.run_dir.resolve()
     model = first_model(load_run(run_dir), is_resumed=replay.checkpoint is not None)
-    source = find_config(replay)
     overrides = [
         override("model.path", str(model)), override("run.dir", str(out)),
         override("ports.host", _HOST), *replay.overrides,

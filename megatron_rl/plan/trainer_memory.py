@@ -153,7 +153,7 @@ def rank_memory(
         columns = shape.padded_vocab(parallel.tensor) // parallel.tensor
         logits = logits_bytes(rows, columns, config.train.logprob_chunk_tokens)
         if config.algorithm.kl.is_exact:
-            # The reference's output layer and what goes into it lie beside the policy's.
+            # The reference has its own output layer and hidden states, next to the policy's.
             logits += (rows + columns) * shape.hidden * item_bytes
     activations = activation_bytes(
         shape,
@@ -166,7 +166,7 @@ def rank_memory(
         is_fused=_fuses_units(model),
         fp8=fp8,
     )
-    # A weight sync holds parameters in the compute dtype beside those in FP8; taken to be all.
+    # A weight sync holds FP8 parameters in the compute dtype, too; all of them are counted.
     dequantised = model.fp8_parameters * parameters.total * item_bytes
     return RankMemory(
         stage=stage,

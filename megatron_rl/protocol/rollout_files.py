@@ -177,22 +177,22 @@ def append_words(file: BinaryIO, rollouts: Iterable[Rollout]) -> list[tuple[int,
     """
     places: list[tuple[int, int]] = []
     prompt_ids: np.ndarray | None = None
-    prompt_at = 0
+    prompt_at, end = 0, file.tell() // WORD_BYTES
     for rollout in rollouts:
         if prompt_ids is None or not np.array_equal(prompt_ids, rollout.prompt_ids):
-            prompt_ids = rollout.prompt_ids
-            prompt_at = _append(file, prompt_ids, _INT)
-        places.append((prompt_at, _append(file, rollout.token_ids, _INT)))
-        _append(file, rollout.logprobs, _FLOAT)
+            prompt_ids, prompt_at = rollout.prompt_ids, end
+            end += _append(file, prompt_ids, _INT)
+        places.append((prompt_at, end))
+        end += _append(file, rollout.token_ids, _INT)
+        end += _append(file, rollout.logprobs, _FLOAT)
     return places
 
 
 def _append(file: BinaryIO, array: np.ndarray, dtype: np.dtype) -> int:
-    """Append an array; returns its place in words."""
-    begin = file.tell() // WORD_BYTES
+    """Append an array; returns its number of words."""
     # Array by array: a joined copy would block all other threads meanwhile.
     file.write(np.ascontiguousarray(array, dtype=dtype).data)
-    return begin
+    return len(array)
 
 
 def write_thinned(folder: Path, before_step: int) -> None:

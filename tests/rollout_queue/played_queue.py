@@ -124,6 +124,14 @@ class PlayedQueue:
             self.serve()
             self.coordinator.tick(self.now)
 
+    def reach(self, version: int, *, seconds: int = 60) -> None:
+        """Play until the batch before a version is there."""
+        for _ in range(seconds):
+            if len(self.batches) == version:
+                return
+            self.play(1)
+        raise AssertionError(f"no batch before version {version}")
+
     def _answer(self, limit: int) -> None:
         self._send()
         for _ in range(min(limit, len(self.open))):

@@ -146,10 +146,7 @@ def play(
     mortal = queue.coordinator = make(queue, every)
     queue.start()
     for version in range(1, 7):
-        for _ in range(60):
-            if len(queue.batches) == version:
-                break
-            queue.play(1)
+        queue.reach(version)
         if version in (2, 4):
             mortal.handle(BATCHES, "t", SaveState(version), queue.now)
         queue.sync(version)
@@ -261,10 +258,7 @@ def test_each_state_can_be_loaded_whatever_rollouts_are_freed_between_two_states
     mortal = queue.coordinator = Examined(queue, NEVER)
     queue.start()
     for version in range(1, 4):
-        for _ in range(200):
-            if len(queue.batches) == version:
-                break
-            queue.play(1)
+        queue.reach(version, seconds=200)
         queue.play(40)  # the trainer computes
         mortal._die()
         queue.sync(version)

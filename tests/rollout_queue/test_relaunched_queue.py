@@ -62,15 +62,6 @@ def begin(folder: Path, **sections: object) -> tuple[PlayedQueue, Relaunched]:
     return queue, mortal
 
 
-def reach(queue: PlayedQueue, version: int) -> None:
-    """Play until the batch before a version is there."""
-    for _ in range(60):
-        if len(queue.batches) == version:
-            return
-        queue.play(1)
-    raise AssertionError(f"no batch before version {version}")
-
-
 def kill(queue: PlayedQueue, mortal: Relaunched) -> set[tuple[str, int]]:
     """Kill the launcher; (prompt, index) of the completions that were being generated.
 
@@ -119,7 +110,7 @@ def test_nothing_that_arrived_is_leased_again_and_nothing_is_trained_twice(tmp_p
     assert len(queue.graded) == 1 and len(lost) == 7 + 1
     start_again(queue, mortal, at=0, to=0)
     for version in range(1, STEPS + 1):
-        reach(queue, version)
+        queue.reach(version)
         if version == 4:
             mortal.handle(BATCHES, "t", SaveState(4), queue.now)
         if version in (2, 5):
@@ -143,7 +134,7 @@ def test_deaths_of_launchers_count_against_no_completion(tmp_path: Path) -> None
         queue.play(1, is_slow=True)
         kill(queue, mortal)
         start_again(queue, mortal, at=0, to=0)
-    reach(queue, 1)
+    queue.reach(1)
     assert not list((queue.config.run.dir / "rollouts").glob("dropped_0*.jsonl"))
 
 
@@ -157,7 +148,7 @@ def test_a_queue_that_dies_under_the_next_launcher_keeps_its_peers(tmp_path: Pat
     mortal.recover()
     assert mortal.ledger.peers == {(PROMPTS, "g"), (VERIFY, "v")}
     assert list(mortal.outgoing(queue.now)) == [] and queue.leased == leased
-    reach(queue, 1)
+    queue.reach(1)
 
 
 def test_the_clock_of_an_evaluation_stands_until_engines_have_weights(tmp_path: Path) -> None:
@@ -171,7 +162,7 @@ def test_the_clock_of_an_evaluation_stands_until_engines_have_weights(tmp_path: 
         mortal.tick(queue.now)
         list(mortal.outgoing(queue.now))
     start_again(queue, mortal, at=0, to=0)
-    reach(queue, 1)
+    queue.reach(1)
     [row] = [row for row in read_jsonl(tmp_path / "run/metrics.jsonl") if "eval/n" in row]
     assert (row["label"], row["eval/n"], row["eval/lost"]) == ("before", 20, 0)
     assert row["eval/seconds"] < 30
@@ -180,9 +171,9 @@ def test_the_clock_of_an_evaluation_stands_until_engines_have_weights(tmp_path: 
 def test_a_trainer_that_begins_again_after_the_last_step_is_told_to_stop(tmp_path: Path) -> None:
     queue, mortal = begin(tmp_path / "run")
     for version in range(1, STEPS):
-        reach(queue, version)
+        queue.reach(version)
         queue.sync(version)
-    reach(queue, STEPS)
+    queue.reach(STEPS)
     mortal.handle(BATCHES, "t", WeightsSynced(STEPS, is_final=True), queue.now)
     kill(queue, mortal)
     queue.now += 7200.0
@@ -226,7 +217,7 @@ def test_a_ledger_tells_how_many_batches_it_knows(tmp_path: Path) -> None:
     queue, mortal = begin(tmp_path / "run")
     folder = tmp_path / "run" / "ledger"
     for built in (0, 1):
-        reach(queue, built)
+        queue.reach(built)
         assert read_built(folder, mortal.ledger._number) == built
     mortal.ledger._cut_if_room()
     assert mortal.ledger._number == 1 and read_built(folder, 1) == 1

@@ -1,4 +1,4 @@
-"""What fails in SGLang on the CPU, in whatever version: each function mends one of its modules.
+"""Fixes that every version of SGLang needs on the CPU: each function patches one of its modules.
 
 Imported by SGLang's processes on the CPU. All other patches of this folder are for speed.
 """
