@@ -1,9 +1,9 @@
 """Which tests a run takes, and in which order; where their matrices are cut.
 
 Of the cases of a test marked `sampled(count)` so many are drawn by a seed; the others become
-`exhaustive`. Of exhaustive tests `--share` draws a part, and of the slow ones as large a part.
-Files start by their `slow(seconds)`, the longest first, because workers take one file after the
-other. Tests marked `gpu` have more time.
+`exhaustive`. Of exhaustive tests `--share` draws a part, and of the slow ones as large a part by
+their seconds. Files start by their `slow(seconds)`, the longest first, because workers take one
+file after the other. Tests marked `gpu` have more time.
 """
 
 import multiprocessing
@@ -168,8 +168,12 @@ def take_share(config: pytest.Config, items: list[pytest.Item]) -> None:
     exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
     drawn: set[str] = set()
     for is_slow in (False, True):
-        found = [one for one in exhaustive if bool(one.get_closest_marker("slow")) is is_slow]
-        drawn |= draw_share([one.nodeid for one in found], share, seed)
+        seconds = {
+            item.nodeid: marker.args[0] if marker else 1.0
+            for item in exhaustive
+            if bool(marker := item.get_closest_marker("slow")) is is_slow
+        }
+        drawn |= draw_share(seconds, share, seed)
     left = [item for item in exhaustive if item.nodeid not in drawn]
     if left:
         config.hook.pytest_deselected(items=left)

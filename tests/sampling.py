@@ -5,9 +5,8 @@ names does not decide, and each has the same chance under a new seed.
 """
 
 import hashlib
-import math
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,9 +28,20 @@ def draw(names: Iterable[str], count: int, seed: str) -> set[str]:
     return set(sorted(names, key=lambda name: _place(name, seed))[:count])
 
 
-def draw_share(names: Sequence[str], share: float, seed: str) -> set[str]:
-    """A share of the names, 0 to 1, rounded up. Whether `draw` took one says nothing about it."""
-    return draw(names, math.ceil(share * len(names)), f"share {seed}")
+def draw_share(seconds: Mapping[str, float], share: float, seed: str) -> set[str]:
+    """Names that take this share, 0 to 1, of all seconds together, at least one if share > 0.
+
+    A name that would exceed it is left out, so that runs take about the same time. Whether `draw`
+    took a name says nothing about it.
+    """
+    # The tolerance is for the rounding of the sum.
+    left = share * sum(seconds.values()) * (1 + 1e-9)
+    drawn: set[str] = set()
+    for name in sorted(seconds, key=lambda name: _place(name, f"share {seed}")):
+        if seconds[name] <= left or (share > 0 and not drawn):
+            drawn.add(name)
+            left -= seconds[name]
+    return drawn
 
 
 def _place(name: str, seed: str) -> float:

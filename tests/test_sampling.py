@@ -45,17 +45,33 @@ def test_every_case_is_drawn_under_some_seed_and_none_more_often_than_others() -
 
 
 def test_a_share_is_that_part_of_the_cases() -> None:
-    names = [f"case {number}" for number in range(2000)]
-    assert len(draw_share(names, 0.25, "abc")) == 500
-    assert draw_share(names, 1.0, "abc") == set(names)
-    assert draw_share(names, 0.0, "abc") == set()
-    assert len(draw_share(names[:3], 0.1, "abc")) == 1
+    cases = {f"case {number}": 1.0 for number in range(2000)}
+    assert len(draw_share(cases, 0.25, "abc")) == 500
+    assert draw_share(cases, 1.0, "abc") == set(cases)
+    assert draw_share(cases, 0.0, "abc") == set()
+    assert len(draw_share(dict.fromkeys(NAMES[:3], 1.0), 0.1, "abc")) == 1
+
+
+def test_a_share_is_that_part_of_the_seconds_whichever_cases_are_drawn() -> None:
+    """Cases of 1 to 40 s: what is left of the share is less than the shortest case left out."""
+    cases = {f"case {number}": 1.0 + number % 40 for number in range(200)}
+    for seed in map(str, range(50)):
+        taken = draw_share(cases, 0.1, seed)
+        left = 0.1 * sum(cases.values()) - sum(cases[name] for name in taken)
+        assert 0 <= left < min(cases[name] for name in cases.keys() - taken)
+    # A case beyond the share is drawn at some time too.
+    assert {
+        name for seed in map(str, range(50)) for name in draw_share({"a": 9, "b": 1}, 0.1, seed)
+    } == {"a", "b"}
+    assert draw_share({name: 0.1 * place for place, name in enumerate(NAMES, 1)}, 1.0, "x") == set(
+        NAMES
+    )
 
 
 def test_a_share_is_drawn_from_what_a_sample_left() -> None:
-    names = [f"case {number}" for number in range(2000)]
-    sample = draw(names, 1000, "abc")
-    taken = draw_share(names, 0.25, "abc")
+    cases = {f"case {number}": 1.0 for number in range(2000)}
+    sample = draw(cases, 1000, "abc")
+    taken = draw_share(cases, 0.25, "abc")
     assert 190 < len(taken - sample) < 310  # 250 expected, standard deviation below 14
 
 
@@ -118,7 +134,7 @@ def test_a_share_of_the_exhaustive_ones_is_drawn_and_the_others_are_left(
     seen = set()
     for number in range(20):
         drawn = taken(project, "-m", "exhaustive", f"--matrix-seed={number}", "--share=0.5")
-        assert len(drawn) == 3
+        assert len(drawn) == 2
         seen.update(drawn)
     # What .ci/run takes: the default tests and those, in one run.
     both = taken(project, "--matrix-seed=19", "--share=0.5")
