@@ -20,6 +20,7 @@ from generation.sglang_engine import PARTS
 from generation.sglang_nodes import node_setup
 from generation.sglang_orders import LOADER
 from generation.tasks import end_with_first, interrupted
+from generation.weight_client import RoomWait, room_wait
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.process import Interrupted, note_ready, run_main, set_up_logging
@@ -29,18 +30,28 @@ from megatron_rl.protocol.wire import DeadlineExceeded
 log = logging.getLogger(__name__)
 
 
-async def follow(setup: EngineSetup, call: Path, node: int, nodes: int) -> None:
-    """Run this node's part of every session of the engine. Raises DeadlineExceeded."""
+async def follow(
+    setup: EngineSetup, call: Path, node: int, nodes: int, *, room: RoomWait | None = None
+) -> None:
+    """Run this node's part of every session of the engine. Raises DeadlineExceeded.
+
+    room: what the leader waits for before it calls.
+    """
     known = ""
+    patience_s, after = setup.start_timeout_s, None
+    keys = "expert.generator.start_timeout_s"
+    if room is not None:
+        patience_s, after = patience_s + room.limit_s, room.after
+        keys += ", and the leader's wait for room on its GPUs"
     while True:
         try:
             found, listener = await answer(
-                call, node, known=known, patience_s=setup.start_timeout_s
+                call, node, known=known, patience_s=patience_s, after=after
             )
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"the generator that leads this engine did not call in {setup.start_timeout_s:.0f} "
-                f"s (expert.generator.start_timeout_s): no {call} that leads to it"
+                f"the generator that leads this engine did not call in {patience_s:.0f} s "
+                f"({keys}): no {call} that leads to it"
             ) from error
         note_ready()
         known = found.session
@@ -70,7 +81,8 @@ def main(config: Config, index: int, node: int, nodes: int) -> None:
     """Follow until the leader ends the run or a signal arrives."""
     set_up_logging(f"generator-{index}-node-{node}", config.run.dir / "logs")
     setup = engine_setup(config, index, open_renderer(config).stop_ids)
-    work = follow(setup, call_path(config.run.dir, index), node, nodes)
+    call, room = call_path(config.run.dir, index), room_wait(config)
+    work = follow(setup, call, node, nodes, room=room)
     number = asyncio.run(end_with_first(interrupted(), work))
     if number is not None:
         raise Interrupted(128 + number)

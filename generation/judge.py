@@ -10,6 +10,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 import msgspec
 
@@ -28,6 +29,14 @@ MOST_KEPT = 65_536
 MOST_VERDICTS = 64
 
 
+@dataclass
+class _Asking:
+    """A request that the engine works on."""
+
+    task: asyncio.Task[Judged]
+    waiting: int = 0
+
+
 class Judge:
     """Answers requests by one engine."""
 
@@ -36,17 +45,34 @@ class Judge:
         self._tokens = ControlTokens(renderer)
         self._room = asyncio.Semaphore(max_running)
         self._kept: OrderedDict[bytes, Judged] = OrderedDict()
+        self._asking: dict[bytes, _Asking] = {}
 
     async def answer(self, request: JudgeRequest) -> Judged:
         """The judge's answer. Raises RequestRefused, EngineError."""
         asked = msgspec.json.encode(msgspec.structs.replace(request, request_id=0))
         key = hashlib.blake2b(asked, digest_size=16).digest()
         if (kept := self._kept.pop(key, None)) is None:
-            kept = await self._ask(request)
+            kept = await self._ask_once(key, request)
         self._kept[key] = kept
         if len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
         return msgspec.structs.replace(kept, request_id=request.request_id)
+
+    async def _ask_once(self, key: bytes, request: JudgeRequest) -> Judged:
+        """The engine's answer, for all who ask for it meanwhile; without them it is cancelled."""
+        asking = self._asking.get(key)
+        if asking is None:
+            asking = self._asking[key] = _Asking(asyncio.create_task(self._ask(request)))
+        asking.waiting += 1
+        try:
+            # Unlike await, it does not cancel the task with one of them.
+            await asyncio.wait({asking.task})
+            return asking.task.result()
+        finally:
+            asking.waiting -= 1
+            if not asking.waiting:
+                del self._asking[key]
+                asking.task.cancel()
 
     async def _ask(self, request: JudgeRequest) -> Judged:
         try:

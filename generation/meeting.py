@@ -17,6 +17,7 @@ call, and the followers answer it.
 import asyncio
 import hmac
 import secrets
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,22 +142,28 @@ class Listener:
         self.writer.close()
 
 
-async def answer(path: Path, rank: int, *, known: str, patience_s: float) -> tuple[Call, Listener]:
+async def answer(
+    path: Path, rank: int, *, known: str, patience_s: float, after: Path | None = None
+) -> tuple[Call, Listener]:
     """Connect to the leader of another session than `known`, as part `rank` of the engine.
 
-    Raises TimeoutError without a reachable leader within patience_s.
+    after: a folder without which patience_s does not begin. Raises TimeoutError without a reachable
+    leader within patience_s.
     """
-    async with asyncio.timeout(patience_s):
-        while True:
-            call = read_call(path, known=known)
-            if call is not None:
-                # A call of an ended job leads nowhere; the next call replaces it.
-                with suppress(OSError, TimeoutError):
-                    connecting = asyncio.open_connection(call.address, call.port)
-                    reader, writer = await asyncio.wait_for(connecting, CONNECT_S)
-                    writer.write(f"{call.session} {rank}\n".encode())
-                    return call, Listener(reader, writer)
-            await asyncio.sleep(LOOK_S)
+    ends_at = None
+    while ends_at is None or time.monotonic() < ends_at:
+        if ends_at is None and (after is None or after.exists()):
+            ends_at = time.monotonic() + patience_s
+        call = read_call(path, known=known)
+        if call is not None:
+            # A call of an ended job leads nowhere; the next call replaces it.
+            with suppress(OSError, TimeoutError):
+                connecting = asyncio.open_connection(call.address, call.port)
+                reader, writer = await asyncio.wait_for(connecting, CONNECT_S)
+                writer.write(f"{call.session} {rank}\n".encode())
+                return call, Listener(reader, writer)
+        await asyncio.sleep(LOOK_S)
+    raise TimeoutError
 
 
 async def _rank_of(reader: asyncio.StreamReader, session: str) -> int:

@@ -81,7 +81,8 @@ class _Reply(NamedTuple):
 
     turn: Turn
     found: ParsedReply
-    """faults: of the calls that were not returned, for the policy."""
+    faults: list[GivenMessage]
+    """Of the calls that were not returned, for the policy: they precede the client's results."""
 
 
 class Session:
@@ -220,29 +221,35 @@ class Session:
             raise OutOfTokens(f"the messages have more than {most} characters")
         if asked.tools and (refusal := histories.parser.refusal):
             raise RenderError(refusal)
-        found = self._find(asked, asked.replied)
-        # Replies that are kept are not rendered again.
-        begin = asked.replied if found and not histories.is_rendered else 0
-        turns = [self._written(asked, number) for number in range(begin, len(asked.messages))]
+        found, end = self._find(asked, asked.replied), len(asked.messages)
         if found is None:
-            return self._episode.place(None, [], turns, asked.tools)
-        earlier, rest = turns[: asked.replied - begin], turns[asked.replied - begin :]
+            return self._episode.place(None, [], self._given(asked, 0, end), asked.tools)
+        rest = self._given(asked, asked.replied, end)
+        if histories.is_rendered:
+            earlier = self._given(asked, 0, asked.replied)
+            return self._episode.place(found.turn, earlier, rest, asked.tools)
         if rest and rest[0]["role"] == "tool":
-            faults = [
-                {"role": "tool", "content": f"Error: {fault}", "tool_call_id": self._new_id()}
-                for fault in found.found.faults
-            ]
-            rest = [*faults, *rest]
-        return self._episode.place(found.turn, earlier, rest, asked.tools)
+            rest = [*found.faults, *rest]
+        return self._episode.place(found.turn, [], rest, asked.tools)
 
-    def _written(self, asked: ChatRequest, number: int) -> GivenMessage:
-        """A message for the chat template. Raises RenderError."""
-        histories, message = self._episode.histories, asked.messages[number]
-        if histories.is_rendered and message.role == "assistant":
-            # The thoughts of a reply, which programs do not repeat.
-            if known := self._find(asked, number + 1):
-                return histories.message(*known)
-        return message.turn(histories.call_form)
+    def _given(self, asked: ChatRequest, begin: int, end: int) -> list[GivenMessage]:
+        """Messages for the chat template. Raises RenderError.
+
+        Where it renders replies again, they are the policy's, with the faults behind them.
+        """
+        histories, turns = self._episode.histories, []
+        for number in range(begin, end):
+            message = asked.messages[number]
+            if histories.is_rendered and message.role == "assistant":
+                # The thoughts of a reply, which programs do not repeat.
+                if known := self._find(asked, number + 1):
+                    turns.append(histories.message(known.turn, known.found))
+                    continue
+            if histories.is_rendered and message.role == "tool":
+                if answered := self._find(asked, number):
+                    turns += answered.faults
+            turns.append(message.turn(histories.call_form))
+        return turns
 
     def _find(self, asked: ChatRequest, end: int) -> _Reply | None:
         """The reply that ends this number of messages; None: they end otherwise."""
@@ -263,7 +270,12 @@ class Session:
         message = Message("assistant", content, made)
         key = message.key(asked.keys[-1])
         returned = found._replace(calls=list(made), faults=faults, content=content)
-        self._replies.setdefault(key, []).append(_Reply(turn, returned))
+        # With their ids: a template that writes these has to write the same each time.
+        told: list[GivenMessage] = [
+            {"role": "tool", "content": f"Error: {fault}", "tool_call_id": self._new_id()}
+            for fault in faults
+        ]
+        self._replies.setdefault(key, []).append(_Reply(turn, returned, told))
         assert turn.reply is not None
         return Answer(
             message, found.reasoning, "tool_calls" if made else turn.reply.finish_reason,

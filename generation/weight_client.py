@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from generation.async_sockets import AsyncDealer
 from generation.engine import Engine, EngineError, EngineTimeout, ReleasingEngine
@@ -44,29 +45,40 @@ log = logging.getLogger(__name__)
 ASK_S = 2.0
 
 
+class RoomWait(NamedTuple):
+    """How long an engine waits for room before it starts."""
+
+    limit_s: float
+    after: Path | None
+    """A folder to wait for first, without a limit: the model of a cold start."""
+
+
+def room_wait(config: Config) -> RoomWait | None:
+    """The wait of each engine; None: engines start at once."""
+    generator = config.generator
+    if not (generator.release_memory and generator.wait_for_weight_sync):
+        return None
+    limit_s = config.train.batch_timeout_s + config.start_and_join_s
+    return RoomWait(limit_s, config.run.dir / "hf" / COLD_START if config.sft.steps else None)
+
+
 async def start_engine(config: Config, engine: Engine, weights: AsyncDealer) -> None:
     """Start the engine when it has room. Raises EngineError."""
-    generator = config.generator
-    asks = generator.release_memory and generator.wait_for_weight_sync
-    if asks:
-        limit_s = config.train.batch_timeout_s + config.start_and_join_s
-        cold_start = config.run.dir / "hf" / COLD_START if config.sft.steps else None
-        await await_room(weights, limit_s, after=cold_start)
+    asked = room_wait(config)
+    if asked is not None:
+        await await_room(weights, asked.limit_s, after=asked.after)
     started = time.monotonic()
     await engine.start()
     elapsed_s = time.monotonic() - started
     log.info("%s %s is ready after %.0f s", engine.name, engine.engine_version, elapsed_s)
     note_ready()
     # Earlier messages were meant for a dead generator of this name.
-    while asks and await weights.next_message(0.0) is not None:
+    while asked is not None and await weights.next_message(0.0) is not None:
         pass
 
 
 async def await_room(dealer: AsyncDealer, limit_s: float, *, after: Path | None = None) -> None:
-    """Return when the trainer grants room. Raises EngineError after limit_s.
-
-    after: a folder to wait for first, without a limit: the model of a cold start.
-    """
+    """Return when the trainer grants room. Raises EngineError. limit_s, after: see RoomWait."""
     log.info("the engine starts when the trainer leaves room for it")
     session, ends_at = time.time_ns(), None
     while ends_at is None or time.monotonic() < ends_at:

@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from collections.abc import Iterator
 from typing import Any
 
 from megatron_rl.config.errors import ConfigError
@@ -12,7 +13,7 @@ RENAMED = {
     "algorithm.flat_groups": "algorithm.zero_variance_groups",
     "algorithm.surrogate": "algorithm.policy_loss",
     "hosts": "nodes",
-    "ports.hosts": "expert.ports.nodes",
+    "ports.hosts": "ports.nodes",
     "replay.traces": "replay.datasets",
     "sft.control": "sft.baseline",
     "sft.traces": "sft.dataset",
@@ -22,7 +23,10 @@ RENAMED = {
     "stages.*.train.groups_per_batch": "stages.*.train.prompts_per_batch",
     "train.groups_per_batch": "train.prompts_per_batch",
 }
-"""Former name -> present name; `*` matches any one part of a key."""
+"""Former name -> present name, with as many parts; `*` matches any one part of a key.
+
+Names are those of the checked tree: `new_name` adds `expert.` where it belongs.
+"""
 
 RENAMED_METRICS = {
     "queue/groups_dropped_flat": "queue/groups_dropped_zero_variance",
@@ -85,7 +89,7 @@ def migrate(text: str) -> tuple[str, list[str]]:
     section: list[str] = []
     lines = []
     moved: dict[str, list[str]] = {}
-    for line in text.splitlines(keepends=True):
+    for line in _statements(text):
         if found := _HEADER.match(line):
             section = _of_list(found[1]).split(".")
             line = _replaced(line, found.span(1), found[1], changes, [])
@@ -104,18 +108,44 @@ def migrate(text: str) -> tuple[str, list[str]]:
         lines.append(line)
     migrated = "".join(_with_tables(lines, moved))
     # A table whose keys all moved stays, empty.
-    if with_expert(_parsed(migrated)) != with_expert(_renamed(before, "")):
+    if not _is_toml(migrated) or with_expert(_parsed(migrated)) != with_expert(
+        _renamed(before, "")
+    ):
+        known = [f"{old} -> {public_key(new)}" for old, new in RENAMED.items()]
         raise ConfigError(
             "a former name stands where it cannot be rewritten safely, such as in an inline table: "
-            f"replace by hand: {'; '.join(f'{old} by {new}' for old, new in RENAMED.items())}"
+            f"replace by hand: {'; '.join(dict.fromkeys([*changes, *known]))}"
         )
     return migrated, changes
+
+
+def _statements(text: str) -> Iterator[str]:
+    """The headers, the keys with their values, and the other lines of a valid file, in turn."""
+    begun = ""
+    for line in text.splitlines(keepends=True):
+        # The value of a key may have several lines.
+        begun += line
+        if _is_toml(begun):
+            yield begun
+            begun = ""
+
+
+def _is_toml(text: str) -> bool:
+    try:
+        tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return False
+    return True
 
 
 def _with_tables(lines: list[str], moved: dict[str, list[str]]) -> list[str]:
     """The lines of a file with moved keys in their tables; missing tables are added."""
     for table, keys in moved.items():
-        headers = [number for number, line in enumerate(lines) if line.strip() == f"[{table}]"]
+        headers = [
+            number
+            for number, line in enumerate(lines)
+            if (found := _HEADER.match(line)) and found[1] == table
+        ]
         if headers:
             lines[headers[0] + 1 : headers[0] + 1] = keys
         else:

@@ -84,6 +84,63 @@ def test_what_cannot_be_rewritten_safely_is_left_and_said() -> None:
         migrate('[reward.tasks]\nmine = {gate = "box", compare = "exact"}\n')
 
 
+@pytest.mark.parametrize("old", RENAMED)
+def test_each_former_name_is_rewritten_to_a_name_of_as_many_parts(old: str) -> None:
+    given, now = old.replace("*", "mine"), RENAMED[old].replace("*", "mine")
+    assert len(given.split(".")) == len(now.split("."))
+    migrated, changes = migrate(f"{given} = 1\n")
+    found = [line.removesuffix(" = 1") for line in migrated.splitlines()]
+    assert found in ([now], [f"expert.{now}"]) and changes == [f"{given} -> {found[0]}"]
+
+
+MOVED = """\
+[train]
+groups_per_batch = 4
+[ports]
+hosts = [
+  5000, # the first
+  5001,
+]
+label = "a"
+[render]
+system_prompt = '''
+[train]
+groups_per_batch = 9
+'''
+[expert.ports] # few need them
+torchrun = 7000
+[model]
+fusions = ["x",
+"y"]
+"""
+
+
+def test_values_of_several_lines_move_whole() -> None:
+    migrated, changes = migrate(MOVED)
+    assert changes == [
+        "train.groups_per_batch -> train.prompts_per_batch",
+        "ports.hosts -> expert.ports.nodes",
+        "ports.label -> expert.ports.label",
+        "model.fusions -> expert.model.fusions",
+    ]
+    assert tomllib.loads(migrated) == {
+        "train": {"prompts_per_batch": 4},
+        "ports": {},
+        "render": {"system_prompt": "[train]\ngroups_per_batch = 9\n"},
+        "model": {},
+        "expert": {
+            "ports": {"torchrun": 7000, "nodes": [5000, 5001], "label": "a"},
+            "model": {"fusions": ["x", "y"]},
+        },
+    }
+    assert "  5000, # the first\n" in migrated
+
+
+def test_a_valid_file_whose_key_cannot_be_moved_is_not_called_invalid() -> None:
+    with pytest.raises(ConfigError, match=r"by hand: ports.label -> expert.ports.label;"):
+        migrate('expert.ports.torchrun = 7000\n[ports]\nlabel = "a"\n')
+
+
 def test_every_new_name_is_a_key() -> None:
     known = {entry.key for table in tables() for entry in table.entries}
     known |= {table.key for table in tables()}

@@ -155,6 +155,17 @@ async def with_tools(prompt: Any, policy: Any) -> Outcome:
     return Outcome(1.0, "done")
 
 
+async def answers_calls(prompt: Any, policy: Any) -> Outcome:
+    client, messages = client_of(policy), [{"role": "user", "content": "what is a fig?"}]
+    message = (await ask(client, messages, tools=[TOOL])).message
+    [call] = message.tool_calls
+    messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "fig is a fruit"}]
+    messages.append((await ask(client, messages, tools=[TOOL])).message)
+    messages.append({"role": "user", "content": "thanks"})
+    await ask(client, messages, tools=[TOOL])
+    return Outcome(1.0, "done")
+
+
 async def thinks(prompt: Any, policy: Any) -> Outcome:
     client, messages = client_of(policy), [{"role": "user", "content": "it thinks"}]
     message = (await ask(client, messages)).message

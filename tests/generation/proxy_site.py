@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from generation.engine import Completion, EngineError
@@ -24,13 +24,16 @@ TWO_CALLS = "".join(
 
 
 class ScriptedEngine:
-    """Its reply depends on the prompt alone: one token a character, unlike any tokenizer."""
+    """Its reply depends on the prompt alone: one token a character, unlike any tokenizer.
+
+    replies: given in turn instead, in the tokenizer's own tokens.
+    """
 
     name, engine_version, world_size, ffn_multiple, expert_parallel = "scripted", "1", 1, 1, 1
     version = 3
 
-    def __init__(self, renderer: Renderer) -> None:
-        self.renderer = renderer
+    def __init__(self, renderer: Renderer, replies: Sequence[str] = ()) -> None:
+        self.renderer, self._replies = renderer, list(replies)
         self.prompts: list[str] = []
         self.texts: list[str] = []
         """Replies."""
@@ -58,8 +61,11 @@ class ScriptedEngine:
             text = '<tool_call>{"name": "nothing", "arguments": {}}</tool_call>'
         if "thinks" in last:
             text = f"<think>\nhm\n</think>\n\n{text}"
-        self.texts.append(text)
         ids = [token for letter in text for token in self.renderer.encode(letter)]
+        if self._replies:
+            text = self._replies.pop(0)
+            ids = self.renderer.encode(text)
+        self.texts.append(text)
         ids = [*ids, self.renderer.end_id][: sampling.max_new_tokens]
         self.rows.append([*prompt_ids, *ids])
         reason = "stop" if ids[-1] == self.renderer.end_id else "length"
@@ -82,9 +88,9 @@ class Site:
         self.proxy = self.wait(self.opened.__aenter__())
         self.take(renderer)
 
-    def take(self, renderer: Renderer) -> None:
+    def take(self, renderer: Renderer, replies: Sequence[str] = ()) -> None:
         """Hold conversations with this model."""
-        self.engine = ScriptedEngine(renderer)
+        self.engine = ScriptedEngine(renderer, replies)
         health = EngineHealth(300.0, counts_passes=False)
         environments = Environments({TASK: self.target}, self.host, self.proxy)
         self.episodes = Episodes(Work(self.engine, renderer, health, Activity()), environments)

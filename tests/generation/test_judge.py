@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 
 from generation import judge_client, scorer
 from generation.async_sockets import AsyncDealer, AsyncRouter
+from generation.engine import EngineError
 from generation.judge import Judge, judge_renderer
 from generation.judge_client import JudgeClient
 from generation.scorer import Scorer
@@ -17,7 +18,9 @@ from generation.scoring_engine import ScoringEngine, scoring_setup, vocabulary
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.endpoints import SCORER
+from megatron_rl.protocol.prompt import ChatMessage
 from megatron_rl.protocol.render import Renderer
+from megatron_rl.protocol.scorer_messages import Judged, JudgeRequest
 from tests.generation.tiny_model import logprobs, make_model
 from tests.lossy_router import Loss
 from tests.ports import free_port
@@ -112,6 +115,21 @@ class SlowEngine(ScriptedEngine):
     async def logprobs(self, token_ids: list[int], start: int) -> list[float]:
         await asyncio.sleep(0.1)
         return await super().logprobs(token_ids, start)
+
+
+class StartedEngine(SlowEngine):
+    """Counts the requests that it starts, and those that it ends; the first fail."""
+
+    def __init__(self, failing: int = 0) -> None:
+        self.started, self.ended, self._failing = 0, 0, failing
+
+    async def logprobs(self, token_ids: list[int], start: int) -> list[float]:
+        self.started += 1
+        found = await super().logprobs(token_ids, start)
+        if self.started <= self._failing:
+            raise EngineError("the engine failed")
+        self.ended += 1
+        return found
 
 
 Work = Callable[[JudgeClient, CountedEngine], Awaitable[None]]
@@ -211,6 +229,39 @@ def test_the_same_question_is_asked_of_the_engine_once(serving: Callable[[Work],
         assert engine.asked == before + 2
 
     serving(ask)
+
+
+def test_equal_questions_at_once_are_one_request_until_nobody_waits(tmp_path: Path) -> None:
+    renderer = open_model(tmp_path, "smollm2")
+    messages = [ChatMessage("user", "so?")]
+
+    async def ask(engine: StartedEngine, *, cancelled: int) -> list[Judged | BaseException]:
+        """What four find who ask at once, some of whom leave; then a fifth asks."""
+        judge = Judge(engine, renderer, 4)
+        requests = [JudgeRequest(number, messages, ["Yes"], 0, 0.0, 0) for number in range(5)]
+        asking = [asyncio.create_task(judge.answer(one)) for one in requests[:4]]
+        await asyncio.sleep(0.02)
+        for task in asking[:cancelled]:
+            task.cancel()
+        found = await asyncio.gather(*asking, return_exceptions=True)
+        return [*found, await judge.answer(requests[4])]
+
+    score = -float(sum(renderer.encode("Yes")))
+    for cancelled in (0, 1, 3):
+        engine = StartedEngine()
+        found = asyncio.run(ask(engine, cancelled=cancelled))
+        assert [isinstance(one, asyncio.CancelledError) for one in found[:cancelled]] == (
+            [True] * cancelled
+        )
+        assert found[cancelled:] == [Judged(n, [score], "") for n in range(cancelled, 5)]
+        assert (engine.started, engine.ended) == (1, 1)
+    engine = StartedEngine()
+    assert asyncio.run(ask(engine, cancelled=4))[4] == Judged(4, [score], "")
+    assert (engine.started, engine.ended) == (2, 1)
+    failing = StartedEngine(failing=1)
+    *failed, last = asyncio.run(ask(failing, cancelled=0))
+    assert all(isinstance(one, EngineError) for one in failed) and last == Judged(4, [score], "")
+    assert (failing.started, failing.ended) == (2, 1)
 
 
 def test_a_reply_is_sampled_for_each_draw_and_kept(serving: Callable[[Work], None]) -> None:

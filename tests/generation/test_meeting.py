@@ -21,6 +21,9 @@ from generation.meeting import Call, Meeting, answer, call_path, read_call
 from generation.sglang_command import server_command, server_environment
 from generation.sglang_nodes import node_setup
 from generation.sglang_orders import ORDERS_VARIABLE, Nothing, read_order, write_order
+from generation.weight_client import room_wait
+from megatron_rl.config.files import load_config
+from megatron_rl.protocol.exports import COLD_START
 from megatron_rl.protocol.wire import DeadlineExceeded
 from tests.generation.test_engine_contract import make_setup
 
@@ -102,7 +105,9 @@ def test_a_call_of_an_earlier_job_is_replaced_and_none_ends_the_wait(tmp_path: P
     assert read_call(path) == Call(HERE, 1, "old", "") and read_call(path, known="old") is None
 
     async def play() -> str:
-        following = asyncio.ensure_future(answer(path, 1, known="", patience_s=10))
+        # A call counts although the folder is not there.
+        waiting = answer(path, 1, known="", patience_s=10, after=tmp_path / "absent")
+        following = asyncio.ensure_future(waiting)
         await asyncio.sleep(1)
         leader = Meeting(path, HERE, 1, MEETS_AT)
         await leader.open()
@@ -175,6 +180,40 @@ def test_a_follower_that_nobody_calls_says_so(tmp_path: Path) -> None:
         DeadlineExceeded, match="did not call in 0 s .expert.generator.start_timeout_s"
     ):
         run(follower.follow(setup, call_path(tmp_path, 0), 1, 2))
+
+
+@pytest.mark.parametrize("has_cold_start", [False, True])
+def test_a_follower_waits_as_long_as_its_leader_waits_for_room(
+    tmp_path: Path, has_cold_start: bool
+) -> None:
+    """With a cold start without a limit, until its folder is there."""
+    settings = [
+        f"run.dir={tmp_path}", "model.path=m", "generator.release_memory=true",
+        "generator.colocate=true", "weights.method=folder", "weights.kv_cache=recompute",
+        "expert.train.batch_timeout_s=0.6", "expert.generator.start_timeout_s=0.2",
+        "expert.weights.join_timeout_s=0.2",
+    ]  # fmt: skip
+    room = room_wait(load_config(None, settings + ["sft.steps=5"] * has_cold_start))
+    folder = tmp_path / "hf" / COLD_START
+    assert room == (pytest.approx(1.0), folder if has_cold_start else None)
+    setup = make_setup(tmp_path, tmp_path / "sglang-0.log", start_timeout_s=0.2)
+
+    async def play() -> float:
+        began = time.monotonic()
+        following = asyncio.ensure_future(
+            follower.follow(setup, call_path(tmp_path, 0), 1, 2, room=room)
+        )
+        if has_cold_start:
+            await asyncio.sleep(2.5)
+            assert not following.done()
+            folder.mkdir(parents=True)
+            began = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match="did not call in 1 s .*wait for room"):
+            await following
+        return time.monotonic() - began
+
+    # 0.2 s to call, and 0.6 + 0.2 + 0.2 s for room.
+    assert 1.2 <= run(play()) < 20
 
 
 def test_all_hosts_of_a_life_have_one_file_of_orders_and_a_log_each(tmp_path: Path) -> None:

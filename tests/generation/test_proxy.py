@@ -162,6 +162,27 @@ def test_calls_that_cannot_be_made_are_seen(site: Site, renderer: Renderer) -> N
     assert given.index("Error") < given.index("found")
 
 
+@pytest.mark.parametrize("history", ["keep", "template"])
+def test_a_fault_is_seen_by_all_later_turns(
+    site: Site, renderer: Renderer, tmp_path: Path, history: str
+) -> None:
+    other = open_model(tmp_path, "qwen2.5")
+    other.history = history
+    calls = [
+        f'<tool_call>\n{{"name": "look_up", "arguments": {arguments}}}\n</tool_call>\n'
+        for arguments in ('{"word": "fig"}', "{}")
+    ]
+    site.take(other, ["".join(calls), "it is a fruit", "bye"])
+    done(site.play("answers_calls"))
+    _, second, third = site.engine.rows
+    site.take(renderer)
+    # The third turn continues the second one token by token.
+    assert third[: len(second)] == second
+    given = other.tokenizer.decode(third)
+    assert given.count("Error: look_up") == 1
+    assert given.index("Error") < given.index("fig is a") < given.index("thanks")
+
+
 def test_a_key_ends_with_its_episode_and_opens_no_other(
     site: Site, renderer: Renderer, tmp_path: Path
 ) -> None:

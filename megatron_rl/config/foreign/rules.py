@@ -206,6 +206,14 @@ def set_name(path: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "_", "-".join(parts).strip("/-")) or "validation"
 
 
+def joined(system: str) -> str:
+    """What a reader must decide about data sets that another system joins."""
+    return (
+        f"prompts.weight: {system} joins its data sets, so that each counts by its number of rows; "
+        "here each has the same share of groups"
+    )
+
+
 def loggers(value: Any, _: Values) -> dict[str, Any]:
     names = [str(name).lower() for name in (value if isinstance(value, list) else [value])]
     if others := set(names) - {"wandb", "tensorboard", "console", "file", "none"}:

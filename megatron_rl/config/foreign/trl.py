@@ -4,7 +4,7 @@ import math
 from collections.abc import Container
 from typing import Any
 
-from megatron_rl.config.foreign import trl_data
+from megatron_rl.config.foreign import trl_batches, trl_data
 from megatron_rl.config.foreign.rules import (
     ENVIRONMENT,
     LORA,
@@ -26,48 +26,12 @@ from megatron_rl.config.foreign.rules import (
     loggers,
     only,
     positive,
-    product,
-    ratio,
     refuse,
     times,
     to,
     undivided,
     unknown_warmup,
 )
-
-
-def _batch(_: Any, values: Values) -> dict[str, Any]:
-    """Groups of a batch; TRL counts completions, of each process unless it gives the whole."""
-    size, whole = values["num_generations"], values.get("generation_batch_size")
-    steps = values.get("steps_per_generation") or values["gradient_accumulation_steps"]
-    processes = values.get("num_processes") or 1
-    per_process = product(values["per_device_train_batch_size"], steps, processes)
-    if whole:
-        return {"train.prompts_per_batch": ratio(whole, size, "train.prompts_per_batch")}
-    if per_process % size:
-        raise NoCounterpart(
-            f"{per_process} completions of each process are {per_process / size:g} groups of "
-            f"{size}: set train.prompts_per_batch to that times the number of processes"
-        )
-    return {"train.prompts_per_batch": per_process // size}
-
-
-def _minibatches(value: int, values: Values) -> dict[str, Any]:
-    accumulated = values["gradient_accumulation_steps"]
-    count = ratio(value, accumulated, "train.minibatches")
-    return {"train.minibatches": count, **_batch(value, values)}
-
-
-def _steps(value: int, values: Values) -> dict[str, Any]:
-    """An optimizer step there; a batch here."""
-    return {"train.steps": _batches(value, values)} if value > 0 else NOTHING
-
-
-def _batches(updates: int, values: Values) -> int:
-    """Batches that a number of optimizer steps makes; the last may have fewer."""
-    steps = values.get("steps_per_generation") or values["gradient_accumulation_steps"]
-    each = ratio(steps, values["gradient_accumulation_steps"], "train.minibatches")
-    return -(-updates // each)
 
 
 def _warmup(value: float, values: Values) -> dict[str, Any]:
@@ -204,19 +168,6 @@ def _level(value: Any, _: Values) -> dict[str, Any]:
     return {"algorithm.policy_loss.level": value}
 
 
-def _every(key: str, strategy: str, usual: str) -> Convert:
-    """A number of steps, which counts with the strategy "steps"."""
-
-    def rule(value: Any, values: Values) -> dict[str, Any]:
-        if values.get(strategy, usual) != "steps":
-            raise NoCounterpart(f"no effect without {strategy} steps; {key} is a number of steps")
-        if value < 1:
-            raise NoCounterpart(f"a share of all steps: {key} is a number of steps")
-        return {key: _batches(value, values)}
-
-    return rule
-
-
 _ENGINE = "vLLM there; SGLang generates here: generator.extra_args takes its options"
 _REWARD = "functions there; here [reward.tasks] and [[reward.extra]], see docs/extending.md"
 _SCRIPT = "a setting of their script"
@@ -228,12 +179,12 @@ RULES: dict[str, Rule] = {
     "model_revision": to("model.revision"),
     **trl_data.RULES,
     "num_generations": to("train.group_size"),
-    "per_device_train_batch_size": _batch,
-    "gradient_accumulation_steps": _batch,
-    "generation_batch_size": _batch,
-    "steps_per_generation": _minibatches,
+    "per_device_train_batch_size": trl_batches.batch,
+    "gradient_accumulation_steps": trl_batches.batch,
+    "generation_batch_size": trl_batches.minibatches,
+    "steps_per_generation": trl_batches.minibatches,
     "num_iterations": only(1, "each group is trained on once; replay.buffer_groups repeats them"),
-    "max_steps": _steps,
+    "max_steps": trl_batches.steps,
     "num_train_epochs": _epochs,
     "max_completion_length": _context,
     "max_prompt_length": _context,
@@ -280,13 +231,13 @@ RULES: dict[str, Rule] = {
     "output_dir": to("run.dir"),
     "run_name": to("metrics.wandb_name"),
     "report_to": loggers,
-    "save_steps": _every("checkpoint.every_steps", "save_strategy", "steps"),
+    "save_steps": trl_batches.every("checkpoint.every_steps", "save_strategy", "steps"),
     "save_total_limit": to("checkpoint.keep_last"),
     "save_strategy": choice(
         "checkpoint.every_steps", {"no": 0, "steps": None}, "checkpoint.every_steps is in steps"
     ),
     "save_*": "checkpoint.every_steps and checkpoint.keep_last say when and how many",
-    "eval_steps": _every("eval.every_steps", "eval_strategy", "no"),
+    "eval_steps": trl_batches.every("eval.every_steps", "eval_strategy", "no"),
     "eval_strategy": choice(
         "eval.prompts", {"no": 0, "steps": None}, "eval.every_steps is a number of steps"
     ),
@@ -383,10 +334,5 @@ def checks(values: Values, given: Container[str]) -> list[str]:
     found.append(
         "parallel.data, generator.replicas: accelerate, their launcher, says how many GPUs"
     )
-    if "generation_batch_size" not in values:
-        found.append(
-            "train.prompts_per_batch: per_device_train_batch_size * gradient_accumulation_steps "
-            "(or steps_per_generation) / num_generations is the batch of one process; multiply it "
-            "by the number of processes, which the file does not tell"
-        )
+    found.append(trl_batches.check(values))
     return found

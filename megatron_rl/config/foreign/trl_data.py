@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from megatron_rl.config.foreign.rules import NOTHING, Convert, NoCounterpart, Rule, Values, each
+from megatron_rl.config.foreign.rules import (
+    NOTHING,
+    Convert,
+    NoCounterpart,
+    Rule,
+    Values,
+    each,
+    joined,
+)
 from megatron_rl.config.paths import is_hub_data
 
 _BUILDERS = ("parquet", "json", "arrow", "csv")
@@ -159,10 +167,7 @@ def checks(values: Values) -> list[str]:
     """What a reader of our file must decide about its data."""
     if not _has(values, 1):
         return []
-    return [
-        "prompts.weight: TRL joins its data sets, so that each counts by its number of rows; here "
-        "each has the same share of groups"
-    ]
+    return [joined("TRL")]
 
 
 _MAPS = "map and filter are not run: prompts.template, prompts.columns and prompts.where do this"

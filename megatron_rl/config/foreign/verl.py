@@ -19,6 +19,7 @@ from megatron_rl.config.foreign.rules import (
     Values,
     choice,
     each,
+    joined,
     loggers,
     needs,
     offload,
@@ -279,6 +280,9 @@ def checks(values: Values, given: Container[str]) -> list[str]:
     found = [
         "reward.tasks: verl chooses a reward by data_source; `megatron-rl data show` tells ours"
     ]
+    files = values.get("data.train_files")
+    if isinstance(files, list) and len(files) > 1:
+        found.append(joined("verl"))
     if "algorithm.policy_loss.old_logprobs" not in given and values.get(objective.LOSS) != "gpg":
         found.append(
             "algorithm.policy_loss.old_logprobs: verl recomputes them; the default takes the "

@@ -63,6 +63,8 @@ def test_a_yaml_of_verl_with_the_files_it_names(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (ours.train.epochs, str(ours.run.dir)) == (2, "runs/maths-2/a")
     assert [str(one.path) for one in ours.prompts] == ["/data/a.parquet", "/data/b.parquet"]
+    # verl draws from all rows alike.
+    assert any(line.startswith("prompts.weight: verl joins") for line in found.to_check)
     optimizer = ours.optimizer
     assert (optimizer.lr, optimizer.lr_schedule) == (1e-5, "cosine")
     assert optimizer.min_lr_ratio == pytest.approx(0.1)  # 1e-6 of 1e-5

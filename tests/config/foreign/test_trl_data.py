@@ -133,6 +133,29 @@ def test_processes_and_shares_of_a_yaml(tmp_path: Path) -> None:
     assert accounted(written(tmp_path, "c.yaml", "beta: 0.1\n")).values
 
 
+@pytest.mark.parametrize(
+    ("processes", "minibatches", "steps", "every"), [(1, 32, 25, 2), (4, 8, 100, 5)]
+)
+def test_a_whole_batch_has_its_optimizer_steps(
+    tmp_path: Path, processes: int, minibatches: int, steps: int, every: int
+) -> None:
+    # 8 completions * 2 on each process are an optimizer step; 512 in groups of 4 are a batch.
+    text = MODEL + "dataset_name: a/b\nmax_steps: 800\n"
+    text += "gradient_accumulation_steps: 2\ngeneration_batch_size: 512\nsave_steps: 40\n"
+    text += "eval_strategy: steps\neval_steps: 40\n"
+    launched = text + (f"num_processes: {processes}\n" if processes > 1 else "")
+    found, ours = imported(written(tmp_path, "a.yaml", launched))
+    train = ours.train
+    assert (train.prompts_per_batch, train.minibatches, train.steps) == (128, minibatches, steps)
+    assert (ours.checkpoint.every_steps, ours.eval.every_steps) == (every, every)
+    told = [line for line in found.to_check if line.startswith("train.minibatches: on one process")]
+    assert len(told) == (processes == 1)
+    uneven = written(tmp_path, "b.yaml", text.replace("512", "520"))
+    found = accounted(uneven)
+    assert "train.minibatches = 520 / 16" in found.no_counterpart["generation_batch_size"]
+    assert found.values["train.prompts_per_batch"] == 130
+
+
 def test_the_command_that_starts_a_script_has_its_settings(tmp_path: Path) -> None:
     script = (
         "from datasets import load_dataset\nfrom trl import GRPOConfig, GRPOTrainer, TrlParser\n"
