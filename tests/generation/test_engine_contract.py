@@ -191,6 +191,19 @@ def test_each_index_comes_once_and_spans_cover_the_tokens(driver: Driver) -> Non
         assert asked_at < completion.first_token_at < ended_at
 
 
+@pytest.mark.parametrize("room", [1, 2, 7, 40])
+def test_a_completion_may_fill_the_context(
+    driver: Driver, old_model: LlamaForCausalLM, room: int
+) -> None:
+    prompt = [3 + i % 70 for i in range(driver.engine._setup.context_tokens - room)]
+    for completion in driver.run(driver.collect(prompt, Sampling(room, 1.0), [0, 1, 2])):
+        ended = completion.token_ids[-1] in ENDS
+        assert len(completion.token_ids) == room or ended
+        assert completion.finish_reason == ("stop" if ended else "length")
+        expected = logprobs(old_model, prompt, completion.token_ids)
+        assert_near(completion.logprobs, expected, exact=LONG)
+
+
 def test_completions_of_a_group_differ_and_each_end_ends_some(driver: Driver) -> None:
     found = check_ends(driver, PROMPT)
     assert len({tuple(completion.token_ids) for completion in found}) >= 24
