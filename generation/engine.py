@@ -135,7 +135,7 @@ class Engine(Protocol):
     expert_parallel: int
     """Number of its ranks among which whole experts are divided."""
     version: int
-    """Policy version of the weights it holds."""
+    """Policy version of the weights it holds; the weight client sets -1 when it gives them up."""
 
     def __init__(self, setup: EngineSetup) -> None: ...
 
