@@ -120,7 +120,8 @@ class ConversationTree:
     def __init__(self, *, completion_tokens: int, context_tokens: int) -> None:
         """completion_tokens: limit of all rows together, without the first prompt.
 
-        context_tokens: limit of each row.
+        context_tokens: limit of each row, and of all rows together with the first prompt, as of any
+            rollout.
         """
         self._completion_tokens, self._context_tokens = completion_tokens, context_tokens
         self.turns: list[Turn] = []
@@ -157,7 +158,13 @@ class ConversationTree:
                 f"a reply has no room behind {begun} tokens: generator.context_tokens is "
                 f"{self._context_tokens}; shorten the messages, or raise it"
             )
-        limit = self._completion_tokens
+        first, limit = len(self.turns[0].given), self._completion_tokens
+        if self._most_tokens < first + limit:
+            return (
+                f"all rows of the conversation have {self._most_tokens - room} tokens together: "
+                f"generator.context_tokens is {self._context_tokens}; shorten the messages, or "
+                "raise it"
+            )
         return (
             f"the conversation has {limit - room} tokens behind its first prompt: "
             f"sampling.max_new_tokens is {limit}; shorten the messages, or raise it"
@@ -168,13 +175,17 @@ class ConversationTree:
         begun = 0 if parent is None else parent.row_size
         copied = begun if parent is not None and parent.successors else 0
         room = self._context_tokens - begun
-        return min(room, self._completion_tokens - self._used - copied) if self.turns else room
+        return min(room, self._most_tokens - self._used - copied) if self.turns else room
+
+    @property
+    def _most_tokens(self) -> int:
+        """Tokens that all rows may have together, with the first prompt."""
+        return min(self._context_tokens, len(self.turns[0].given) + self._completion_tokens)
 
     @property
     def _used(self) -> int:
-        """Completion tokens of all rows, with the room that is kept for open turns."""
-        rows = sum(leaf.row_size for leaf in self._leaves)
-        return rows - (len(self.turns[0].given) if self.turns else 0)
+        """Tokens of all rows, with the room that is kept for open turns."""
+        return sum(leaf.row_size for leaf in self._leaves)
 
     @property
     def _leaves(self) -> list[Turn]:

@@ -90,7 +90,7 @@ class EngineSetup:
     watchdog_timeout_s: float = 300.0
     """Seconds without a pass after which SGLang ends a server with completions; pauses count."""
     may_exceed_model: bool = False
-    """Whether context_tokens may exceed the positions in config.json."""
+    """Whether a context may exceed the positions that SGLang counts in config.json."""
     stops_at_text: bool = False
     """Whether requests may name strings that end a completion."""
     is_deterministic: bool = False
@@ -135,7 +135,7 @@ class Engine(Protocol):
     expert_parallel: int
     """Number of its ranks among which whole experts are divided."""
     version: int
-    """Policy version of the weights it holds."""
+    """Policy version of the weights it holds; the weight client sets -1 when it gives them up."""
 
     def __init__(self, setup: EngineSetup) -> None: ...
 
@@ -222,7 +222,7 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         colocate=generator.colocate,
         has_wide_head=config.model.has_wide_head,
         returns_expert_choices=config.train.router_replay,
-        may_exceed_model=_has_uncounted_positions(config),
+        may_exceed_model=_has_positions(config),
         watchdog_timeout_s=longest_pause_s(config),
         stops_at_text=bool(config.sampling.stop),
         is_deterministic=generator.deterministic,
@@ -231,17 +231,15 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
     )
 
 
-def _has_uncounted_positions(config: Config) -> bool:
-    """Whether sequences fit the model by a scaling, but exceed its max_position_embeddings.
+def _has_positions(config: Config) -> bool:
+    """Whether the model has a position for each token of a sequence, as its config.json says.
 
-    SGLang 0.5.23 counts no factor of yarn (get_context_length), and would refuse to start. Its
-    table of angles has original_max_position_embeddings times the factor.
+    SGLang 0.5.23 then counts too few where its own context has a margin, or where yarn scales them
+    (get_context_length), and would refuse to start. Its table of angles has
+    original_max_position_embeddings times the factor.
     """
-    values = read_values(config.model.path / "config.json")
-    positions = positions_of(values)
-    if positions is None:
-        return False
-    return values["max_position_embeddings"] < config.generator.context_tokens <= positions
+    positions = positions_of(read_values(config.model.path / "config.json"))
+    return positions is not None and config.generator.context_tokens <= positions
 
 
 def longest_pause_s(config: Config) -> float:

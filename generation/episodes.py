@@ -6,8 +6,8 @@ environment works, the conversation holds no slot of the engine. Token ids never
 
 | a conversation waits for | meanwhile |
 |---|---|
-| one of `environments.max_episodes` places | its lease waits |
-| its environment | nothing of it is in the engine |
+| one of `environments.max_episodes` places | its lease waits, and counts as active |
+| its environment, or the judge | nothing of it is in the engine; its lease counts as active |
 | the engine's reply | the environment's clock stands still |
 """
 
@@ -74,7 +74,7 @@ class Episode:
 
     def __init__(self, lease: Lease, index: int, owner: "Episodes") -> None:
         sampling = lease.sampling
-        self._lease, self._index, self._owner = lease, index, owner
+        self.lease, self._index, self._owner = lease, index, owner
         self.histories = owner.histories
         self._tree = ConversationTree(
             completion_tokens=sampling.max_new_tokens,
@@ -93,11 +93,11 @@ class Episode:
     @property
     def stop(self) -> tuple[str, ...]:
         """Strings that end a reply."""
-        return self._lease.sampling.stop
+        return self.lease.sampling.stop
 
     @property
     def is_in_environment(self) -> bool:
-        """Whether it waits for its environment, and not for the engine."""
+        """Whether it waits for its environment or a place for it, and not for the engine."""
         return self._replying == 0
 
     async def answer(self, say: Say) -> Reply:
@@ -144,7 +144,7 @@ class Episode:
             self._count(+1)
             turn.asked, turn.asked_at = asked, self._changed_at
         try:
-            reply = await self._owner.sample(self._lease, self._index, turn, self._tree)
+            reply = await self._owner.sample(self.lease, self._index, turn, self._tree)
         except BaseException:
             # The environment no longer waits for it.
             self._tree.discard(turn)
@@ -191,7 +191,7 @@ class Episode:
         room = room if self._replying else self._tree.room_behind(parent)
         try:
             return self.histories.place(
-                parent, earlier, messages, tools, task=self._lease.prompt.task, room=room
+                parent, earlier, messages, tools, task=self.lease.prompt.task, room=room
             )
         except TooManyTokens as error:
             refusal = OutOfTokens(
@@ -223,14 +223,14 @@ class Episode:
         asked, to_grade, score, returns = rows.prompt_ids, None, None, list[TurnReturn]()
         if isinstance(end, Outcome):
             score, returns = earned_by(end, self._tree.turns, rows.replies)
-        elif self._lease.prompt.task in self._owner.graded_tasks:
+        elif self.lease.prompt.task in self._owner.graded_tasks:
             # The policy can spell half of a surrogate pair.
             asked, to_grade = self._tree.turns[-1].prompt, escaped(end.text)
         else:
             reason = "it returned a text to grade, and its task has no reward.tasks.NAME.compare"
             raise EnvironmentFailed(reason, "bad_outcome")
         return Rollout(
-            lease_id=self._lease.lease_id,
+            lease_id=self.lease.lease_id,
             index=self._index,
             prompt_ids=np.array(rows.prompt_ids, np.int32),
             token_ids=np.array(rows.token_ids, np.int32),
@@ -271,8 +271,9 @@ class Episodes:
             self.histories = Histories(self.renderer)
 
     def pop_active(self) -> list[int]:
-        """Leases whose conversations ended a turn since the last call."""
-        active, self._active = self._active, set()
+        """Leases whose conversations ended a turn since the last call, or are in an environment."""
+        waiting = {episode.lease.lease_id for episode in self._open if episode.is_in_environment}
+        active, self._active = self._active | waiting, set()
         return sorted(active)
 
     def add_to(self, activity: EngineActivity) -> EngineActivity:

@@ -110,6 +110,8 @@ async def watch_work(
         await asyncio.sleep(LOOK_S)
         if isinstance(engine, CountingEngine) and work.running:
             health.note_count(await engine.count_passes())
-        fault = health.look(time.monotonic(), running=work.running, is_paused=weights.is_paused)
+        # Without weights new requests wait as well.
+        is_paused = weights.is_paused or engine.version < 0
+        fault = health.look(time.monotonic(), running=work.running, is_paused=is_paused)
         if fault:
             raise EngineError(fault)

@@ -16,9 +16,6 @@ from megatron_rl.protocol.render import read_values
 from megatron_rl.protocol.wire import LOOPBACK
 from megatron_rl.weights.layout.shape import read_shape
 
-CONTEXT_MARGIN = 8
-"""Tokens: SGLang refuses an input as long as its context."""
-
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -146,8 +143,8 @@ def scoring_setup(config: Config, stop_ids: tuple[int, ...] = ()) -> EngineSetup
         stop_ids=stop_ids,
         tensor_parallel=scorer.tensor_parallel,
         max_running=scorer.max_running,
-        kv_tokens=scorer.kv_tokens + CONTEXT_MARGIN,
-        context_tokens=context_tokens + CONTEXT_MARGIN,
+        kv_tokens=scorer.kv_tokens,
+        context_tokens=context_tokens,
         nice=scorer.nice,
         start_timeout_s=scorer.start_timeout_s,
         request_timeout_s=scorer.request_timeout_s,
@@ -159,6 +156,6 @@ def scoring_setup(config: Config, stop_ids: tuple[int, ...] = ()) -> EngineSetup
         log_path=config.run.dir / "logs" / "scorer-0-sglang.log",
         quantization=scorer.quantization,
         has_wide_head=dtype != "float32" and config.model.logits_dtype == "float32",
-        # Only by the margin: preflight has checked the length of sequences.
+        # Preflight has checked the length of sequences.
         may_exceed_model=True,
     )

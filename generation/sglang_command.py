@@ -22,6 +22,9 @@ from megatron_rl.weights.layout.families.family import Family
 MEETS_BY = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 NEVER_STREAM_TOKENS = 1_000_000
 SERVER_KEEP_ALIVE_S = 3600
+CONTEXT_MARGIN = 8
+"""Tokens more than sequences may have. SGLang 0.5.23 refuses inputs within 6 tokens of its context
+or its cache (managers/tp_worker.py:572), and ends replies 2 tokens before either."""
 RELEASED = ["kv_cache", "weights"]
 """Tags of memory that an engine releases. Not SGLang's third, "cuda_graph": 0.5.23 copies the
 memory of graphs to the host for it, and warns that graphs with NCCL may hang afterwards
@@ -59,7 +62,7 @@ def server_arguments(setup: EngineSetup, loader: str, folder: Path | None = None
         "--port": setup.port,
         "--tp-size": setup.tensor_parallel,
         "--ep-size": setup.expert_parallel,
-        "--context-length": setup.context_tokens,
+        "--context-length": setup.context_tokens + CONTEXT_MARGIN,
         "--max-running-requests": setup.max_running,
         "--random-seed": setup.seed,
         "--log-level": "warning",
@@ -70,7 +73,7 @@ def server_arguments(setup: EngineSetup, loader: str, folder: Path | None = None
     }
     if sglang_cpu.is_needed() or not setup.takes_all_memory:
         # Without it the cache is what SGLang's --mem-fraction-static leaves of a GPU.
-        values["--max-total-tokens"] = setup.kv_tokens
+        values["--max-total-tokens"] = setup.kv_tokens + CONTEXT_MARGIN
     if setup.nodes > 1:
         values |= {
             "--nnodes": setup.nodes,

@@ -76,7 +76,6 @@ class SGLangEngine:
         self.world_size = setup.tensor_parallel
         self.expert_parallel = setup.expert_parallel
         self.ffn_multiple = sglang_cpu.FFN_MULTIPLE if sglang_cpu.is_needed() else 1
-        self.version = setup.version
         self._child = ServerChild(setup.log_path)
         self._http: aiohttp.ClientSession | None = None
         self._private_folder: Path | None = None
@@ -85,12 +84,24 @@ class SGLangEngine:
         self._requests: DirectRequests | HttpRequests | None = None
         self._is_serving = asyncio.Event()
         self._is_serving.set()
+        self.version = setup.version
         self._epoch = 0
         self._is_paused = False
         self._is_updating = False
         self._has_released = False
         self._has_kept = False
         self._is_loaded_by_slices = False
+
+    @property
+    def version(self) -> int:
+        """Policy version of its weights. Below 0, requests wait for the next `resume`."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version = version
+        if version < 0:
+            self._is_serving.clear()
 
     async def start(self) -> None:
         """Start the server and wait until it answers."""
@@ -194,8 +205,9 @@ class SGLangEngine:
             async with asyncio.timeout_at(deadline):
                 await self._is_serving.wait()
         except TimeoutError as error:
+            what = "a weight sync" if self.version >= 0 else "an engine without weights"
             raise EngineError(
-                "a weight sync kept a request waiting for expert.generator.request_timeout_s="
+                f"{what} kept a request waiting for expert.generator.request_timeout_s="
                 f"{self._setup.request_timeout_s:.0f}"
             ) from error
 

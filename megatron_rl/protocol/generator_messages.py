@@ -51,7 +51,8 @@ class GeneratorReady(msgspec.Struct, frozen=True, tag="GeneratorReady"):
     activity: EngineActivity | None = None
     """Sums since the session began, so that a lost heartbeat loses nothing; None: not reported."""
     active: list[Id] = []
-    """Leases whose conversations ended a turn since the last report: they are not stuck."""
+    """Leases whose conversations ended a turn since the last report, or wait for their environment
+    or a place for it: they are not stuck."""
     is_leaving: bool = False
     """It takes no further lease, and gives back those that it does not name. The queue answers one
     that names none with Stop, and forgets it."""

@@ -7,8 +7,9 @@ import pytest
 
 from generation.conversation import ConversationTree, OutOfTokens, Turn
 from generation.engine import Completion, EngineError
-from megatron_rl.protocol.rollout import given_ranges
+from megatron_rl.protocol.rollout import Rollout, given_ranges
 from megatron_rl.protocol.types import VersionSpan
+from megatron_rl.rollout_queue.faults import RolloutLimits, find_fault
 
 
 def reply_of(token_ids: list[int], version: int = 0, finish_reason: str = "stop") -> Completion:
@@ -78,9 +79,9 @@ def test_replies_get_the_room_that_is_left() -> None:
     second = tree.open(first, [4, 5], 3)
     assert second.most_tokens == 3
     # A branch repeats the prompt and the first reply, and the second turn keeps its room.
-    assert tree.room_behind(first) == 10 - 2 - (2 + 3) - 5
-    # 7 tokens behind the prompt, 5 that the branch repeats, and 1 that is given.
-    with pytest.raises(OutOfTokens, match="13 tokens behind .* sampling.max_new_tokens is 10;"):
+    assert tree.room_behind(first) == 12 - (3 + 2) - (2 + 3) - 5
+    # 10 tokens of the first row, 5 that the branch repeats, and 1 that is given.
+    with pytest.raises(OutOfTokens, match="16 tokens together: generator.context_tokens is 12;"):
         tree.open(first, [6], None)
     with pytest.raises(OutOfTokens, match="behind 12 tokens: generator.context_tokens is 12;"):
         tree.open(second, [6, 7], None)
@@ -88,6 +89,28 @@ def test_replies_get_the_room_that_is_left() -> None:
     assert not tree.is_cut  # its environment kept it short
     tree.close(tree.open(second, [7], None), reply_of([13], finish_reason="length"))
     assert tree.is_cut
+
+
+def test_rows_share_the_completion_and_fit_a_rollout_together() -> None:
+    tree = ConversationTree(completion_tokens=10, context_tokens=20)
+    first = say(tree, None, [1, 2, 3], [10, 11])
+    assert tree.open(first, [4, 5], 3).most_tokens == 3
+    # 7 tokens behind the prompt, 5 that the branch repeats, and 1 that is given.
+    with pytest.raises(OutOfTokens, match="13 tokens behind .* sampling.max_new_tokens is 10;"):
+        tree.open(first, [6], None)
+    tree = ConversationTree(completion_tokens=400, context_tokens=512)
+    say(tree, None, [7] * 200, [10] * 150)
+    # Each row has room for more, and so have 400 completion tokens.
+    assert tree.room_behind(None) == 512 - 350
+    second = tree.open(None, [7] * 100, None)
+    tree.close(second, reply_of([11] * second.most_tokens))
+    rows, limits = tree.rows(), RolloutLimits(tokens=512)
+    rollout = Rollout(
+        0, 0, np.array(rows.prompt_ids, np.int32), np.array(rows.token_ids, np.int32),
+        np.array(rows.logprobs, np.float32), rows.spans, rows.finish_reason, "",
+        row_starts=rows.row_starts,
+    )  # fmt: skip
+    assert second.most_tokens == 62 and not find_fault(rollout, limits, most_tokens=400)
 
 
 def test_a_reply_that_the_environment_keeps_short_is_not_cut() -> None:
@@ -122,7 +145,7 @@ def test_any_tree_learns_each_sampled_token_once_and_keeps_to_its_limit(seed: in
     found = [whole[start:end] for start, end in zip(edges, edges[1:], strict=False)]
     leaves = [turn.ids for turn in closed if not any(other.parent is turn for other in closed)]
     assert sorted(found) == sorted(leaves) and rows.prompt_ids == closed[0].given
-    assert max(map(len, found)) <= 100
+    assert max(map(len, found)) <= len(whole) <= 100
 
 
 def with_choices(tree: ConversationTree, parent: Turn | None, given: list[int], n: int) -> Turn:

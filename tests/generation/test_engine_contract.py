@@ -18,7 +18,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from generation.engine import Completion, EngineError, load_engine
-from megatron_rl.protocol.types import Sampling, VersionSpan
+from generation.weight_client import WeightClient
+from megatron_rl.protocol.types import Fence, Sampling, VersionSpan
 from megatron_rl.weights.layout.shape import read_shape
 from tests.generation.engine_driver import Driver, make_setup
 from tests.generation.precision import (
@@ -31,6 +32,7 @@ from tests.generation.precision import (
 )
 from tests.generation.sampling_checks import ENDS, check_ends, check_stop, check_truncation
 from tests.generation.syncer import SliceSyncer, TrainerProcess
+from tests.generation.test_health import Sent
 from tests.generation.test_worker import still_running
 from tests.generation.tiny_model import logprobs, make_model, mixed_logprobs
 from tests.generation.vllm_installed import NEEDS_VLLM
@@ -191,6 +193,19 @@ def test_each_index_comes_once_and_spans_cover_the_tokens(driver: Driver) -> Non
         assert asked_at < completion.first_token_at < ended_at
 
 
+@pytest.mark.parametrize("room", [1, 2, 7, 40])
+def test_a_completion_may_fill_the_context(
+    driver: Driver, old_model: LlamaForCausalLM, room: int
+) -> None:
+    prompt = [3 + i % 70 for i in range(driver.engine._setup.context_tokens - room)]
+    for completion in driver.run(driver.collect(prompt, Sampling(room, 1.0), [0, 1, 2])):
+        ended = completion.token_ids[-1] in ENDS
+        assert len(completion.token_ids) == room or ended
+        assert completion.finish_reason == ("stop" if ended else "length")
+        expected = logprobs(old_model, prompt, completion.token_ids)
+        assert_near(completion.logprobs, expected, exact=LONG)
+
+
 def test_completions_of_a_group_differ_and_each_end_ends_some(driver: Driver) -> None:
     found = check_ends(driver, PROMPT)
     assert len({tuple(completion.token_ids) for completion in found}) >= 24
@@ -265,6 +280,29 @@ def test_after_a_weight_sync_no_request_reuses_the_older_prefix(
         assert {span.version for span in completion.spans} == {version}
         expected = logprobs(new_model, long_prompt, completion.token_ids)
         assert_near(completion.logprobs, expected)
+
+
+def test_a_request_to_an_engine_without_weights_waits_for_them(
+    driver: Driver, old_weights: SliceSyncer, new_model: LlamaForCausalLM
+) -> None:
+    if driver.engine.name != "sglang":
+        pytest.skip("only SGLang shares prefixes by version")
+    engine, version = driver.engine, driver.engine.version + 1
+    prompt = [3 + i % 60 for i in range(64)]
+
+    async def fence() -> list[Completion]:
+        client = WeightClient(Sent(), engine, on_version=lambda: None)
+        await driver.collect(prompt, Sampling(4, 1.0), [0])
+        await client._answer(Fence("missed a weight sync"))
+        waiting = asyncio.create_task(driver.collect(prompt, Sampling(8, 1.0), [0, 1]))
+        await asyncio.sleep(1.0)
+        assert not waiting.done()
+        await old_weights.sync(new_model, version)
+        return await waiting
+
+    for completion in driver.run(fence()):
+        assert {span.version for span in completion.spans} == {version}
+        assert_near(completion.logprobs, logprobs(new_model, prompt, completion.token_ids))
 
 
 def test_requests_racing_with_a_weight_sync_are_exact(

@@ -14,7 +14,7 @@ import pytest
 from generation.async_sockets import AsyncDealer
 from generation.child import ServerChild
 from generation.engine import Completion, EngineError, EngineTimeout
-from generation.health import EngineHealth
+from generation.health import Activity, EngineHealth, watch_work
 from generation.weight_client import WeightClient
 from generation.worker import GeneratorWorker
 from megatron_rl.config.tree import RenderConfig
@@ -127,6 +127,21 @@ class HungEngine(Stub):
     async def generate(self, *args: Any) -> AsyncIterator[Completion]:
         await asyncio.sleep(3600)
         yield Completion(0, [], [], [], "stop")
+
+
+@pytest.mark.parametrize(("version", "hangs"), [(4, True), (-1, False)])
+def test_an_engine_without_weights_does_not_hang(
+    monkeypatch: pytest.MonkeyPatch, version: int, hangs: bool
+) -> None:
+    monkeypatch.setattr("generation.health.LOOK_S", 0.01)
+    engine, work = Stub([]), Activity()
+    engine.version = version
+    weights = WeightClient(Sent(), engine, on_version=lambda: None)
+    work.change(0.0, 3)
+    health = EngineHealth(0.1, counts_passes=False)
+    watching = asyncio.wait_for(watch_work(engine, health, work, weights), 1.0)
+    with pytest.raises(EngineError if hangs else TimeoutError):
+        asyncio.run(watching)
 
 
 def test_cancels_do_not_put_off_the_verdict_that_an_engine_hangs(tmp_path: Path) -> None:

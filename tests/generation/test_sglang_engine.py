@@ -196,7 +196,7 @@ def test_the_cache_is_bounded_but_on_a_gpu_that_it_may_fill(
         weights_timeout_s=1, host="127.0.0.1", port=1234, seed=5, version=-1, log_path=Path("/l"),
         takes_all_memory=takes_all_memory,
     )  # fmt: skip
-    assert ("--max-total-tokens=1024" in server_command(setup, LOADER)) == is_bounded
+    assert ("--max-total-tokens=1032" in server_command(setup, LOADER)) == is_bounded
 
 
 def test_two_ranks_are_pinned_to_two_cores() -> None:

@@ -1,4 +1,4 @@
-"""A real SGLang server serves all positions of yarn, more than it counts itself."""
+"""A real SGLang server serves all positions of a model, more than it counts itself."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,9 +35,9 @@ def run_setup(folder: Path, context_tokens: int) -> EngineSetup:
 
 
 @pytest.mark.parametrize(
-    ("context_tokens", "is_told"), [(40, False), (41, True), (POSITIONS, True), (129, False)]
+    ("context_tokens", "is_told"), [(40, True), (41, True), (POSITIONS, True), (129, False)]
 )
-def test_sglang_is_told_only_of_positions_that_it_does_not_count(
+def test_sglang_is_told_of_all_positions_and_of_no_more(
     folder: Path, context_tokens: int, is_told: bool
 ) -> None:
     assert run_setup(folder, context_tokens).may_exceed_model is is_told
@@ -54,7 +54,7 @@ def test_completions_beyond_max_position_embeddings_are_the_models(
         may_exceed_model=run_setup(folder, POSITIONS).may_exceed_model,
         stop_ids=(),
     )
-    prompt, tokens = [3 + i % 50 for i in range(20)], POSITIONS - 22
+    prompt, tokens = [3 + i % 50 for i in range(20)], POSITIONS - 20
     with driven(SGLangEngine(setup)) as driver:
         found = driver.run(driver.collect(prompt, Sampling(tokens, 1.0), [0, 1, 2]))
     model = load_reference(folder / "old")

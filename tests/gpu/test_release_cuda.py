@@ -80,7 +80,7 @@ def test_an_engines_memory_falls_and_comes_back(
     weights = 2 * sum(parameter.numel() for parameter in model.parameters())
     setup = make_setup(
         tmp_path, tmp_path / "sglang.log", kv_tokens=KV_TOKENS, context_tokens=CONTEXT,
-        recomputes_kv_cache=True, releases_memory=True,
+        recomputes_kv_cache=True, releases_memory=True, may_exceed_model=True,
     )  # fmt: skip
     loop, found = asyncio.new_event_loop(), list[dict[str, float]]()
     engine = load_engine("sglang")(setup)
