@@ -158,6 +158,7 @@ class WeightClient:
             expert_parallel=engine.expert_parallel,
             version=engine.version if self._is_known else -1,
             is_held=self.is_held,
+            is_paused=self.is_paused,
             nccl=own_settings(),
             is_leaving=self._is_leaving,
         )

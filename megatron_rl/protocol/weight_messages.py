@@ -24,6 +24,8 @@ class Hello(msgspec.Struct, frozen=True, tag="Hello"):
     """Its policy version; -1: none, so it needs a whole weight sync."""
     is_held: bool = False
     """It keeps that version for now: skip it."""
+    is_paused: bool = False
+    """Its engine waits for Resume, and may hold a part of a later version."""
     nccl: dict[str, str] = {}
     """Its NCCL variables that must equal the trainer's."""
     is_leaving: bool = False

@@ -35,6 +35,7 @@ from megatron_rl.trainer.model.policy import Policy
 from megatron_rl.trainer.scoring_client import Scorer
 from megatron_rl.trainer.value_head import prompt_features
 from megatron_rl.weights.folders.load import load_weights, unwrap
+from megatron_rl.weights.layout.local_names import named_tensors
 from megatron_rl.weights.layout.shape import check_parallel, check_teacher, read_shape
 
 
@@ -97,7 +98,8 @@ class SwappedReference:
         """The weights that the policy has now. dtype: to keep them in; None: the policy's."""
         self.hidden = policy.shape.hidden
         self._chunks = policy.chunks
-        self._parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
+        # A folder fills the corrections of routers too, which are buffers.
+        self._parameters = [*named_tensors(policy.chunks).values()]
         self._backend = policy.backend
         self._own = [self._backend.host_copy(p) for p in self._parameters]
         self._weights = [self._backend.host_copy(p, dtype) for p in self._parameters]
@@ -161,11 +163,12 @@ class EmaReference(SwappedReference):
             for parameter, weight in zip(self._parameters, self._weights, strict=True)
         }
         own = [
-            (module._parameters, name, parameter)
+            (held, name, tensor)
             for chunk in self._chunks
             for module in chunk.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None
+            for held in (module._parameters, module._buffers)
+            for name, tensor in held.items()
+            if tensor in averages
         ]
         for held, name, parameter in own:
             held[name] = averages[parameter]

@@ -50,6 +50,7 @@ from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.step_records import TokenRecord
 from megatron_rl.weights.exchange.transport import FOLDER, IPC
 from megatron_rl.weights.folders.finite import faulty_tensors
+from megatron_rl.weights.folders.load import check_untrained
 from megatron_rl.weights.layout.local_names import named_parameters
 from megatron_rl.weights.layout.ranks import all_places
 from megatron_rl.weights.sync.control import Control
@@ -220,7 +221,11 @@ def open_control(cfg: Config, policy: Policy) -> Control:
 
 @contextmanager
 def open_syncer(cfg: Config, policy: Policy, control: Control) -> Iterator[WeightSyncer]:
-    """Syncer to the generators, which must say hello within expert.weights.join_timeout_s."""
+    """Syncer to the generators, which must say hello within expert.weights.join_timeout_s.
+
+    The policy has the weights of the run's first sync. Raises InputError as `check_untrained`.
+    """
+    check_untrained(policy.chunks, policy.shape, cfg.model.path)
     with ExitStack() as stack:
         link = None
         if int(os.environ["RANK"]) == 0:

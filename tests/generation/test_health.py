@@ -19,7 +19,7 @@ from generation.weight_client import WeightClient
 from generation.worker import GeneratorWorker
 from megatron_rl.config.tree import RenderConfig
 from megatron_rl.protocol.render import Renderer
-from megatron_rl.protocol.types import Cancel, Failed, Pause, Receive, Resume
+from megatron_rl.protocol.types import Cancel, Failed, Fence, Pause, Receive, Resume
 from megatron_rl.protocol.wire import Router
 from tests.generation.test_cancel import lease, wait_until
 from tests.generation.tiny_model import write_tokenizer
@@ -80,6 +80,9 @@ class Stub:
     async def resume(self, version: int) -> None:
         self.version = version
 
+    async def leave_group(self) -> None:
+        pass
+
 
 class Sent(list[Any]):
     send = list.append
@@ -111,6 +114,16 @@ def test_an_engine_that_leaves_two_weight_calls_unanswered_ends_its_generator(
         return
     with pytest.raises(EngineError, match="the engine hangs: it left 2 calls"):
         asyncio.run(sync_twice())
+
+
+def test_a_paused_generator_says_so_until_it_resumes() -> None:
+    client = WeightClient(Sent(), Stub([None, None]), on_version=lambda: None)
+    said = []
+    for message in (Pause(), Fence("a trainer died"), Pause(), Resume(5)):
+        asyncio.run(client._answer(message))
+        hello = client._hello()
+        said.append((hello.is_paused, hello.version))
+    assert said == [(True, 4), (True, -1), (True, -1), (False, 5)]
 
 
 def test_new_weights_are_refused_while_the_engine_runs() -> None:

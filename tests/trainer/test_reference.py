@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.algorithms.objective import find_objective
@@ -20,9 +21,10 @@ from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.reference import SwappedReference, Teacher, open_reference
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.folders.load import unwrap
+from megatron_rl.weights.layout.local_names import named_tensors
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, make_sequences, my_share
-from tests.tiny_models import GPT_OSS, PLAIN, write_model
+from tests.tiny_models import CORRECTION, GLM4_MOE, GPT_OSS, PLAIN, write_model
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +132,35 @@ def test_a_moving_average_follows_the_weights(folders: tuple[Path, Path]) -> Non
         torch.testing.assert_close(mean, expected, rtol=1e-6, atol=1e-7)
 
 
+def corrections_around_a_reference(cfg: Config) -> list[list[torch.Tensor]]:
+    """Corrections of the policy's routers before, in and after the pass of the reference."""
+    with open_policy(cfg) as policy:
+        held = [t for n, t in named_tensors(policy.chunks).items() if n.endswith(".expert_bias")]
+        found = [[each.clone() for each in held]]
+        reference = open_reference(policy, find_objective(cfg.algorithm), cfg.train)
+        with reference.in_place():
+            found.append([each.clone() for each in held])
+        return [*found, held]
+
+
+def test_a_folder_of_a_reference_keeps_its_corrections_of_routers_to_itself(
+    tmp_path: Path,
+) -> None:
+    expected = []
+    for name, added in (("policy", 0.0), ("reference", 0.25)):
+        write_model(tmp_path / name, family="Glm4Moe", vocab_size=VOCAB, **GLM4_MOE)
+        tensors = load_file(tmp_path / name / "model.safetensors")
+        names = [f"model.layers.{number}.mlp{CORRECTION}" for number in (1, 2, 3)]
+        for each in names:
+            tensors[each] += added
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        expected.append([tensors[each] for each in names])
+    cfg = load(tmp_path / "policy", str(tmp_path / "reference"))
+    [(before, inside, after)] = run_ranks(corrections_around_a_reference, 1, cfg)
+    for found, values in ((before, expected[0]), (inside, expected[1]), (after, expected[0])):
+        torch.testing.assert_close(found, values, rtol=0, atol=0)
+
+
 def save(trainer: Trainer, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     saving = BackgroundSave(sharded_state(trainer, 1), folder, SavePlans())
@@ -185,6 +216,8 @@ SHARDED = "parallel.data=2 parallel.distributed_optimizer=true parallel.overlap_
     ("split", "family", "options"),
     [
         ("parallel.data=1", "GptOss", GPT_OSS),
+        # A router's correction is a buffer; each expert gets tokens.
+        ("parallel.data=1", "Glm4Moe", {**GLM4_MOE, "num_experts_per_tok": 8}),
         (SHARDED, "Qwen2", {"is_tied": True}),
         ("parallel.pipeline=2 parallel.virtual_stages=2", "Llama", {"is_tied": True}),
     ],

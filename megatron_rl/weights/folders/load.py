@@ -17,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_rl.backend import fp8
+from megatron_rl.config.errors import InputError
 from megatron_rl.weights.folders.finite import check_loaded
 from megatron_rl.weights.folders.hf_folder import open_model
 from megatron_rl.weights.folders.megatron_folder import MegatronFolder
@@ -26,7 +27,7 @@ from megatron_rl.weights.layout.local_names import named_tensors
 from megatron_rl.weights.layout.ranks import own_place
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Slice, local_part
-from megatron_rl.weights.layout.trainer_layout import copy_slices, trainer_slices
+from megatron_rl.weights.layout.trainer_layout import copy_slices, trainer_slices, untrained
 
 _SHOWN = 5
 
@@ -74,6 +75,31 @@ def load_megatron(model: Sequence[torch.nn.Module], shape: ModelShape, folder: P
         assert not lacking or all("_extra_state" in key for key in lacking), lacking
     place = own_place(model[0].config)
     check_loaded(named_tensors(model), lambda: trainer_slices(shape, place), folder)
+
+
+@torch.no_grad()
+def check_untrained(model: Sequence[torch.nn.Module], shape: ModelShape, path: Path) -> None:
+    """Raise InputError unless tensors that training never changes are those of `path`.
+
+    path: model.path, from which engines take them: no weight sync sends them.
+    """
+    if not (names := untrained(shape)):
+        return
+    held = named_tensors(model)
+    slices = trainer_slices(shape, own_place(model[0].config))
+    with ExitStack() as stack:
+        tensors = open_model(path, shape, stack).text
+        for part in slices:
+            if part.hf not in names:
+                continue
+            mine = local_part(held, part)
+            if not torch.equal(mine, _read(tensors[part.hf], part).to(mine)):
+                raise InputError(
+                    f"{path}: {part.hf} differs from that of the weights that the trainer has "
+                    "loaded. Engines would keep the folder's, since training does not change it: "
+                    "set model.path to the Hugging Face folder of these weights (megatron-rl "
+                    "convert, or an export of their run)"
+                )
 
 
 def unwrap(chunk: torch.nn.Module) -> GPTModel:

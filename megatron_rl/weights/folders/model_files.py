@@ -138,10 +138,14 @@ def _holds_weights(folder: Path) -> bool:
 def copy_files(files: Iterable[Path], folder: Path) -> None:
     """Copy files and folders into `folder` under their names; contents only, not permissions."""
     for path in files:
+        target = folder / path.name
         if path.is_dir():
-            shutil.copytree(path, folder / path.name, copy_function=shutil.copyfile)
+            # Not copytree, whose error has no errno: a full disk is waited for, and then all of
+            # this is repeated.
+            target.mkdir(exist_ok=True)
+            copy_files(path.iterdir(), target)
         else:
-            shutil.copyfile(path, folder / path.name)
+            shutil.copyfile(path, target)
 
 
 def _write_ends(end_ids: Iterable[int], folder: Path) -> None:

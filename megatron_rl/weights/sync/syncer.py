@@ -16,7 +16,7 @@ from megatron_rl.config.generator import MOST_PASSED_BY
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.process import TrainingStopped
-from megatron_rl.protocol.types import Hello
+from megatron_rl.protocol.types import Fence, Hello
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.weights.sync.control import Control
 from megatron_rl.weights.sync.link import GeneratorLink, Outcome
@@ -147,6 +147,7 @@ class WeightSyncer(Closing):
         expert.weights.join_timeout_s.
         """
         if version < self._level:
+            self._fence_paused()
             self._note()
             return
         started = self._begin(version)
@@ -158,6 +159,14 @@ class WeightSyncer(Closing):
         self._await_one()
         self._waited_s += time.monotonic() - started
         self._note()
+
+    def _fence_paused(self) -> None:
+        """On rank 0: fence generators that a dead trainer paused; with `turns` they wait anyway."""
+        if self._link is not None and self._turns is None:
+            self._link.listen()
+            for name, hello in self._link.peers.items():
+                if hello.is_paused and hello.version >= 0:
+                    self._link.tell(name, Fence("the trainer died during its weight sync"))
 
     def _begin(self, version: int) -> float:
         """A weight sync begins; when it did, as monotonic time."""

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -296,3 +297,45 @@ def test_a_folder_that_cannot_be_written_fails_the_transfer_by_name(tmp_path: Pa
     (tmp_path / "file").touch()
     with pytest.raises(RuntimeError, match=r"cannot write .*file/x/weights-1/0"):
         Folder(str(tmp_path / "file" / "x")).write(f"{SYNCER}/0", b"")
+
+
+class UnreachableEndpoint(Exception):
+    """As botocore's errors of a network, which s3fs passes on: no OSError."""
+
+
+@contextmanager
+def unreachable(files: Any, call: str) -> Iterator[None]:
+    def fail(*args: Any, **named: Any) -> None:
+        raise UnreachableEndpoint("no route")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(files), call, fail)
+        yield
+
+
+def test_an_engine_outlives_an_object_store_that_is_not_reached() -> None:
+    with play("memory://bucket/run-2") as run:
+        run.start("a")
+        assert is_good(run.sync(0))
+        files = Folder(run.url)._files
+        with unreachable(files, "cat_file"):
+            reports = run.sync(1)
+        assert all("UnreachableEndpoint: no route" in each.error for each in reports["a"])
+        # Files that stay fail nothing.
+        with unreachable(files, "rm"):
+            assert is_good(run.sync(2))
+        assert is_good(run.sync(3)) and run.is_held("a")
+
+
+def test_an_object_store_that_is_not_reached_fails_by_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = Folder("memory://bucket/run-3")
+    reason = "UnreachableEndpoint: no route"
+    with unreachable(folder._files, "pipe_file"), pytest.raises(RuntimeError, match=reason):
+        folder.write(f"{SYNCER}/0", b"")
+    with unreachable(folder._files, "ls"):
+        folder.remove_all()
+    assert f"old files may stay in /bucket/run-3: {reason}" in caplog.text
+    with pytest.raises(RuntimeError, match="cannot open nonsense://x: ValueError: Protocol"):
+        Folder("nonsense://x")

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from megatron_rl.config.tree import ParallelConfig
-from megatron_rl.protocol.disk_room import WriteFailed
+from megatron_rl.protocol.disk_room import WriteFailed, write_when_room
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.weights.folders import export
 from megatron_rl.weights.folders.export import ExportCalls, export_tensors, save_hf, senders
 from megatron_rl.weights.folders.hf_folder import bucketed, write_tensors
+from megatron_rl.weights.folders.model_files import copy_files
 from megatron_rl.weights.layout.place import Place
 from megatron_rl.weights.layout.ranks import place_of
 from megatron_rl.weights.layout.shape import read_shape
@@ -213,6 +214,27 @@ def test_shards_wait_for_room_and_are_whole(small_disk: Path) -> None:
     with pytest.raises(WriteFailed, match=r"part-0.safetensors could not .*: No space left on"):
         write_tensors(small_disk, tensors.items(), 160_000)
     assert sorted(path.name for path in small_disk.iterdir()) == ["filler", *names]
+
+
+def test_files_of_a_model_and_its_folders_wait_for_room(small_disk: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    contents = {"a.txt": 60_000, "figures/b.png": 150_000, "figures/more/c.png": 90_000}
+    for name, size in contents.items():
+        (source / name).parent.mkdir(exist_ok=True, parents=True)
+        (source / name).write_bytes(name[-5].encode() * size)
+    filler = fill_disk(small_disk, left_bytes=200_000)
+    tries = []
+
+    def write() -> None:
+        if len(tries) == 1:
+            filler.unlink()
+        tries.append(time.monotonic())
+        copy_files(sorted(source.iterdir()), small_disk)
+
+    write_when_room(small_disk, write, limit_s=60.0)
+    assert len(tries) == 2
+    found = {name: (small_disk / name).read_bytes() for name in contents}
+    assert found == {name: name[-5].encode() * size for name, size in contents.items()}
 
 
 def slow_export(folder: Path, pause_s: float, patience_s: float) -> str:

@@ -15,12 +15,14 @@ from torch import Tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config, ModelConfig, ParallelConfig
 from megatron_rl.trainer.model.policy import open_policy
+from megatron_rl.trainer.train import open_control, open_syncer
 from megatron_rl.weights.folders.conversion import Request, convert
-from megatron_rl.weights.folders.load import load_megatron, unwrap
+from megatron_rl.weights.folders.load import check_untrained, load_megatron, unwrap
 from megatron_rl.weights.folders.megatron_folder import MegatronFolder, model_blocks
 from megatron_rl.weights.layout.shape import read_shape
 from tests.distributed import RanksFailed, run_ranks
 from tests.tiny_models import (
+    CORRECTION,
     GLM4_MOE,
     GPT_OSS,
     LATENT,
@@ -120,6 +122,38 @@ def test_an_export_could_not_be_made_without_the_rest_of_a_wrapper(tmp_path: Pat
         RanksFailed, match="holds more than the text model.* as model.path of a run"
     ):
         run_ranks(embedding_of_policy, 1, hf, megatron)
+
+
+def refusal_of_engines(hf: Path, megatron: Path) -> str:
+    """Why a trainer with the Megatron folder's weights takes no engines, which have `hf`'s."""
+    cfg = Config(model=ModelConfig(path=hf, megatron_path=megatron, dtype="bfloat16"))
+    with open_policy(cfg) as policy:
+        try:
+            with open_syncer(cfg, policy, open_control(cfg, policy)):
+                return ""
+        except InputError as error:
+            return str(error)
+
+
+def check_engines_folder(hf: Path, megatron: Path) -> None:
+    """Raises InputError."""
+    cfg = Config(model=ModelConfig(path=hf, megatron_path=megatron, dtype="bfloat16"))
+    with open_policy(cfg) as policy:
+        check_untrained(policy.chunks, policy.shape, hf)
+
+
+def test_corrections_of_routers_that_engines_would_not_have_are_refused(tmp_path: Path) -> None:
+    hf, megatron = make_checkpoint(tmp_path, "Glm4Moe", GLM4_MOE)
+    tensors = load_file(hf / "model.safetensors")
+    # What a weight sync brings may differ.
+    tensors["model.layers.3.mlp.gate.weight"] += 1
+    save_file(tensors, hf / "model.safetensors")
+    run_ranks(check_engines_folder, 1, hf, megatron)
+    name = f"model.layers.3.mlp{CORRECTION}"
+    tensors[name][5] += 1e-6
+    save_file(tensors, hf / "model.safetensors")
+    [found] = run_ranks(refusal_of_engines, 1, hf, megatron)
+    assert found.startswith(f"{hf}: {name} differs")
 
 
 def described(hf: Path) -> dict[str, tuple[tuple[int, ...], bool]]:

@@ -76,21 +76,29 @@ class Scene:
             self.link.listen(0.1)
 
     def hello(
-        self, name: str, session: int = 1, *, is_held: bool = False, version: int = -1
-    ) -> None:
+        self, name: str, session: int = 1, *, is_held: bool = False, version: int = -1,
+        is_paused: bool = False,
+    ) -> None:  # fmt: skip
         """Returns when it has arrived."""
         if name not in self._dealers:
             self._dealers[name] = Dealer(self.address, name)
-        said = Hello(1, "scripted", "1", session=session, is_held=is_held, version=version)
+        said = Hello(
+            1, "scripted", "1", session=session, is_held=is_held, version=version,
+            is_paused=is_paused,
+        )  # fmt: skip
         self._dealers[name].send(said)
         ends_at = time.monotonic() + WAIT_S
-        sent = (session, is_held)
-        while (known := self.link.peers.get(name)) is None or (
-            known.session,
-            known.is_held,
-        ) != sent:
+        while self.link.peers.get(name) != said:
             assert time.monotonic() < ends_at
             self.link.listen(0.1)
+
+    def heard(self, name: str) -> list[str]:
+        """Kinds of the messages that a generator has got."""
+        dealer, found = self._dealers[name], []
+        # The first may still be on its way; none is in flight after the others.
+        while (message := dealer.receive(0.5)) is not None:
+            found.append(type(message).__name__)
+        return found
 
     def metrics(self) -> dict[str, float]:
         return {metric.name: metric.value for metric in self.syncer.metrics}
@@ -208,6 +216,28 @@ def restarted() -> list[tuple[str, Any]]:
 def test_a_restarted_trainer_takes_no_version_back() -> None:
     [calls] = run_ranks(restarted, 1)
     assert calls == [("sync", [7, "a", "b", "c"]), ("sync", [8, "a", "b", "c"])]
+
+
+def restarted_amid_a_sync() -> tuple[list[tuple[str, Any]], list[list[str]]]:
+    """Version 6 was on its way to a and c; Hello of c, which starts late, comes last."""
+    scene = Scene(replicas=2)
+    scene.hello("a", version=5, is_paused=True)
+    scene.hello("b", version=5)
+    scene.syncer.await_generators()
+    scene.syncer.wait_until_level(6)
+    scene.syncer.sync(4)
+    # Its answer to Fence.
+    scene.hello("a", is_paused=True)
+    scene.hello("c", version=5, is_paused=True)
+    for version in (5, 6):
+        scene.syncer.sync(version)
+    return scene.method.calls, [scene.heard(name) for name in "abc"]
+
+
+def test_a_generator_that_a_dead_trainer_paused_is_fenced_until_the_next_weight_sync() -> None:
+    [(calls, heard)] = run_ranks(restarted_amid_a_sync, 1)
+    assert calls == [("sync", [6, "a", "b", "c"])]
+    assert heard == [["Fence"], [], ["Fence"]]
 
 
 def nobody_left() -> tuple[str, float, list[tuple[str, Any]]]:
