@@ -14,7 +14,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.staging import check_stages, resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.data.kinds import read_as, with_hub_name
-from megatron_rl.data.prompts import material_of_run
+from megatron_rl.data.prompts import prompts_of_run
 from megatron_rl.data.tables.hub import is_commit, pinned
 from megatron_rl.launcher.hub_models import pin_models
 from megatron_rl.launcher.run_folder import earlier_config
@@ -88,7 +88,7 @@ def _count_epochs(config: Config) -> Config:
             f"train.epochs={config.train.epochs} with stages of {sorted(sizes)} groups a batch: "
             "give train.steps in its place"
         )
-    sets = material_of_run(config).divide()
+    sets = prompts_of_run(config)
     drawn = zip(sets.weights_of(config), sets.train, strict=True)
     prompts = sum(len(found) for weight, found in drawn if weight)
     if not prompts:

@@ -10,7 +10,7 @@ from megatron_rl.config.evaluation import EvalSet
 from megatron_rl.config.files import ConfigError, dump_toml, load_config
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.config.tree import Config, RunConfig
-from megatron_rl.data.prompts import material_of_run
+from megatron_rl.data.prompts import PromptStream, material_of_run, prompts_of_run
 from megatron_rl.launcher.prompt_record import RECORD, pin_revisions, record_prompts
 
 COMMIT = "0123456789" * 4
@@ -141,6 +141,22 @@ def test_epochs_count_no_prompt_of_a_source_that_is_held_out_whole(tmp_path: Pat
     assert pin_revisions(load_config(tmp_path / "mine.toml", given)).train.steps == 19
     with pytest.raises(InputError, match="train.epochs=3 counts no prompt"):
         pin_revisions(load_config(tmp_path / "mine.toml", [*given, "prompts.1.held_out_share=1"]))
+
+
+def test_epochs_count_the_spare_prompts_that_no_evaluation_holds_out(tmp_path: Path) -> None:
+    lines = [json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) for n in range(200)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    (tmp_path / "mine.toml").write_text(
+        "[train]\nepochs = 1\nprompts_per_batch = 1\n"
+        '[[prompts]]\npath = "mine.jsonl"\nheld_out_share = 0.5\n'
+    )
+    for held_out in (0, 20):
+        given = [f"model.path={tmp_path}", f"eval.prompts={held_out}"]
+        config = pin_revisions(load_config(tmp_path / "mine.toml", given))
+        assert config.train.steps == 200 - held_out
+        stream = PromptStream(prompts_of_run(config), config.run.seed)
+        # One epoch draws each prompt once, and leaves none out.
+        assert len({stream.next().id for _ in range(config.train.steps)}) == 200 - held_out
 
 
 def test_stop_strings_of_the_model_join_those_of_the_run(tmp_path: Path) -> None:
