@@ -107,6 +107,41 @@ def test_a_run_that_goes_on_keeps_its_commit(
         pin_revisions(config_of(tmp_path, other))
 
 
+def test_each_source_of_one_data_set_keeps_its_own_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache/datasets--mine--set"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache.parent))
+    commits = [str(number) * 40 for number in range(4)]
+    for commit in commits:
+        (cache / "snapshots" / commit).mkdir(parents=True)
+        (cache / "snapshots" / commit / "rows.jsonl").write_text('{"question": "q", "answer": "1"}')
+    (cache / "refs").mkdir()
+
+    def pin(versions: str, sets: str, refs: dict[str, int]) -> list[str]:
+        """Commits of [[prompts]] and evaluation sets of these revisions, and the run's new file."""
+        for name, number in refs.items():
+            (cache / "refs" / name).write_text(commits[number])
+        sources = [PromptSource(kind="hub", name="mine/set", revision=one) for one in versions]
+        config = config_of(tmp_path, *sources)
+        evaluated = [
+            EvalSet(name=f"of_{one}", prompts=sources[0].model_copy(update={"revision": one}))
+            for one in sets
+        ]
+        own = config.eval.model_copy(update={"sets": evaluated})
+        found = pin_revisions(config.model_copy(update={"eval": own}))
+        (tmp_path / "config.toml").write_text(dump_toml(found))
+        both = [*found.prompts, *(one.prompts for one in found.eval.sets)]
+        return [one.revision[0] for one in both]
+
+    assert pin("ab", "cb", {"a": 0, "b": 1, "c": 2}) == ["0", "1", "2", "1"]
+    moved = {"a": 3, "b": 3, "c": 3}
+    assert pin("ab", "cb", moved) == ["0", "1", "2", "1"]
+    # Evaluation sets come and go.
+    assert pin("ab", "b", moved) == ["0", "1", "1"]
+
+
 def test_epochs_become_steps_of_the_prompts_that_are_drawn(tmp_path: Path) -> None:
     lines = [json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) for n in range(25)]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
