@@ -110,15 +110,17 @@ def _pin_prompts(config: Config, saved: Config | None) -> Config:
     sources = [*config.prompts, *(one.prompts for one in config.eval.sets)]
     if all(read_as(source) != "hub" for source in sources):
         return config
-    earlier = [] if saved is None else [*saved.prompts, *(one.prompts for one in saved.eval.sets)]
-    found = [pinned(source, earlier) for source in sources]
-    count = len(config.prompts)
-    sets = [
-        one.model_copy(update={"prompts": source})
-        for one, source in zip(config.eval.sets, found[count:], strict=True)
-    ]
+    before = [] if saved is None else saved.prompts
+    sets_before = {} if saved is None else {one.name: one.prompts for one in saved.eval.sets}
+    earlier = [*before, *sets_before.values()]
+    # One data set may be read at several commits: each source keeps that of its own place.
+    found = [pinned(one, [*before[n : n + 1], *earlier]) for n, one in enumerate(config.prompts)]
+    sets = []
+    for one in config.eval.sets:
+        own = [sets_before[one.name]] if one.name in sets_before else []
+        sets.append(one.model_copy(update={"prompts": pinned(one.prompts, [*own, *earlier])}))
     evaluation = config.eval.model_copy(update={"sets": sets})
-    return config.model_copy(update={"prompts": found[:count], "eval": evaluation})
+    return config.model_copy(update={"prompts": found, "eval": evaluation})
 
 
 def make_record(config: Config, files: Sequence[Path], own_files: Sequence[Path]) -> PromptRecord:
