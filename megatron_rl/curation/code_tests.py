@@ -137,7 +137,8 @@ def run_on_tests(
     """(row's id -> each solution's outputs for the cases, counts for the report)."""
     jobs, owners = [], []
     for row in rows:
-        found = solutions.by_id.get(solutions.id_for(row.prompt), [])
+        name = solutions.id_for(row)
+        found = solutions.by_id.get(name, []) if name is not None else []
         tests = read_tests(row)
         if found and tests.is_examined:
             inputs = [case.stdin for case in tests.cases]
@@ -156,7 +157,7 @@ def run_on_tests(
             not_run += 1
         else:
             printed.setdefault(name, []).append(result)
-    known = {solutions.id_for(row.prompt) for row in rows}
+    known = {solutions.id_for(row) for row in rows}
     counts = {
         "solutions_run": len(jobs) - not_run,
         "solutions_not_run": not_run,

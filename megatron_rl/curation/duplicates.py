@@ -8,17 +8,21 @@ Two questions are near duplicates if both hold:
   functions and relations, and DIRECTIONS. Problems that differ only in numbers are never
   duplicates.
 
+`dedupe` also wants the same turns before the question, and the same system message where both
+problems have one. It compares these messages as a run does: only case and spacing do not count.
+
 Layout does not count: case, spacing, dollars, braces, LaTeX's spaces and sizes, punctuation, and
 synonyms of instructions.
 
 datasketch's MinHash LSH proposes pairs, and the exact index confirms them. With b bands of r
 hashes, texts of Jaccard index J become candidates with probability 1 - (1 - J^r)^b. Every hash
-includes the deciding tokens, so that questions of one template are not all compared.
+includes the deciding tokens and the turns before, so that questions of one template are not all
+compared.
 """
 
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +32,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.curation.rows import Row
 from megatron_rl.curation.tool import Outcome, Progress, Report, check_share, no_progress
 from megatron_rl.protocol.prompt import normalized
+from megatron_rl.protocol.types import Prompt
 
 HASHES = 128
 SCHEME = "affine32"
@@ -80,7 +85,7 @@ def dedupe(rows: Sequence[Row], *, threshold: float, progress: Progress = no_pro
     row_of = {row.prompt.id: row for row in rows}
     dropped: set[str] = set()
     held_out_first = sorted(rows, key=lambda row: row.prompt.split != "held_out")
-    for row, question, match in _matched(held_out_first, known, progress):
+    for row, question, match in _matched(held_out_first, known, progress, earlier=earlier_of):
         if match is None:
             known.add(row.prompt.id, question)
             continue
@@ -102,7 +107,8 @@ def decontaminate(
 ) -> Outcome:
     """The rows that are not near duplicates of an evaluation problem.
 
-    The order of numbers does not count, because a lost problem costs less than a leak.
+    The order of numbers and the messages before a question do not count, because a lost problem
+    costs less than a leak.
     """
     options = {"threshold": threshold, "evaluation_problems": len(evaluations)}
     report = Report("decontaminate", options, read=len(rows))
@@ -133,9 +139,28 @@ class Fingerprint(NamedTuple):
     """Operators, LaTeX commands and DIRECTIONS."""
 
 
+class Earlier(NamedTuple):
+    """The messages of a prompt besides its question, normalized."""
+
+    system: str = ""
+    turns: str = ""
+
+    def agrees(self, other: "Earlier") -> bool:
+        """Whether equal questions behind these messages ask the same.
+
+        One of two copies of a problem often has a general system message, and the other has none.
+        """
+        is_told_otherwise = self.system and other.system and self.system != other.system
+        return self.turns == other.turns and not is_told_otherwise
+
+
+NOTHING = Earlier()
+
+
 class Question(NamedTuple):
     """A question, prepared for `find` and `add`."""
 
+    earlier: Earlier
     fingerprint: Fingerprint
     hashes: Any
     """datasketch's MinHash of the shingles."""
@@ -163,17 +188,17 @@ class NearDuplicates:
         self._permutations = self._library.MinHash(
             num_perm=HASHES, seed=1, scheme=SCHEME
         ).permutations
-        self._known: dict[str, Fingerprint] = {}
+        self._known: dict[str, tuple[Earlier, Fingerprint]] = {}
         self._number_of: dict[str, int] = {}
         """Key -> position in the order of `add`."""
         self.candidates = 0
         """Number of compared pairs."""
 
-    def prepare(self, text: str) -> Question:
+    def prepare(self, text: str, earlier: Earlier = NOTHING) -> Question:
         """The argument of `find` and `add`."""
         known = fingerprint(text)
         numbers = known.numbers if self._ordered else sorted(known.numbers)
-        deciding = "\0".join([*numbers, "", *sorted(known.decisive)])
+        deciding = "\0".join([*numbers, "", *sorted(known.decisive), "", earlier.turns])
         key = np.uint64(xxhash.xxh3_64_intdigest(deciding.encode()))
         # Shingles are digests already; MinHash takes 32 bits of each.
         hashed = self._library.MinHash(
@@ -183,7 +208,7 @@ class NearDuplicates:
             hashfunc=lambda digest: digest & 0xFFFFFFFF,
         )
         hashed.update_batch((known.shingles ^ key).tolist())
-        return Question(known, hashed)
+        return Question(earlier, known, hashed)
 
     def find(self, question: Question) -> Match | None:
         """The most similar known near duplicate; among equals the first added."""
@@ -192,28 +217,42 @@ class NearDuplicates:
         found = set(self._index.query(question.hashes))
         self.candidates += len(found)
         for key in sorted(found, key=self._number_of.__getitem__):
-            known = self._known[key]
+            earlier, known = self._known[key]
             similarity = jaccard(asked, known)
             if similarity < self._threshold or (best and similarity <= best.similarity):
                 continue
-            if decides_alike(asked, known, ordered=self._ordered):
+            is_same = decides_alike(asked, known, ordered=self._ordered)
+            if is_same and question.earlier.agrees(earlier):
                 best = Match(key, similarity)
         return best
 
     def add(self, key: str, question: Question) -> None:
         """Make a question known; keys are unique."""
         self._number_of[key] = len(self._known)
-        self._known[key] = question.fingerprint
+        self._known[key] = question.earlier, question.fingerprint
         self._index.insert(key, question.hashes)
 
 
 def _matched(
-    rows: Sequence[Row], known: NearDuplicates, progress: Progress
+    rows: Sequence[Row],
+    known: NearDuplicates,
+    progress: Progress,
+    *,
+    earlier: Callable[[Prompt], Earlier] = lambda prompt: NOTHING,
 ) -> Iterator[tuple[Row, Question, Match | None]]:
     for number, row in enumerate(rows):
         progress(number, len(rows))
-        question = known.prepare(row.prompt.question)
+        question = known.prepare(row.prompt.question, earlier(row.prompt))
         yield row, question, known.find(question)
+
+
+def earlier_of(prompt: Prompt) -> Earlier:
+    """The messages of a prompt besides its question, the last one of the user."""
+    users = [place for place, said in enumerate(prompt.messages) if said.role == "user"]
+    others = [said for place, said in enumerate(prompt.messages) if place not in users[-1:]]
+    system = " ".join(said.content for said in others if said.role == "system")
+    turns = [f"{said.role} {normalized(said.content)}" for said in others if said.role != "system"]
+    return Earlier(normalized(system), "\n".join(turns))
 
 
 def bands(threshold: float) -> tuple[int, int]:

@@ -18,7 +18,6 @@ from megatron_rl.curation.rows import Row
 from megatron_rl.protocol.line_errors import decode_texts
 from megatron_rl.protocol.prompt import normalized
 from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, rollout_files
-from megatron_rl.protocol.types import Prompt
 from verification.format import FORMAT_CHECKS
 
 _SAMPLES = (
@@ -69,12 +68,14 @@ class Solutions(NamedTuple):
     """Number of completions in which the format check found no program."""
     id_of: dict[str, str] = {}
     """Normalized question of a record -> its id, which evaluation sets change."""
+    question_of: dict[str, str] = {}
+    """Id of a record -> its normalized question."""
 
-    def id_for(self, prompt: Prompt) -> str:
-        """The id of a problem's solutions: by its id, else by its question."""
-        if prompt.id in self.by_id:
-            return prompt.id
-        return self.id_of.get(prompt.normalized_question, prompt.id)
+    def id_for(self, row: Row) -> str | None:
+        """The id of a row's solutions, by the rule of `match`; None: there are none."""
+        name, asked = row.prompt.id, normalized(row.prompt.question)
+        agrees = "id" in row.fields or self.question_of.get(name, asked) == asked
+        return name if name in self.by_id and agrees else self.id_of.get(asked)
 
 
 class _SampleLine(msgspec.Struct, frozen=True):
@@ -113,13 +114,16 @@ def read_solutions(path: Path, reward: RewardConfig, *, tags: ThinkTags = HOUSE_
     """Solutions by problem, of a folder with rollouts or a file. Raises InputError."""
     by_id: dict[str, list[Solution]] = {}
     id_of: dict[str, str] = {}
+    question_of: dict[str, str] = {}
     without = 0
     for _, item in _records(path, _SolutionLine, _SOLUTIONS):
         if isinstance(item, _SolutionLine):
             by_id.setdefault(str(item.id), []).append(Solution(item.source, item.language))
             continue
         if item.problem:
-            id_of.setdefault(normalized(item.problem), item.prompt_id)
+            asked = normalized(item.problem)
+            id_of.setdefault(asked, item.prompt_id)
+            question_of.setdefault(item.prompt_id, asked)
         task = reward.all_tasks.get(item.task)
         if task is None or task.format_check not in ("think_code", "code"):
             without += 1
@@ -130,7 +134,7 @@ def read_solutions(path: Path, reward: RewardConfig, *, tags: ThinkTags = HOUSE_
         else:
             solution = Solution(checked.answer, checked.tag)
             by_id.setdefault(item.prompt_id, []).append(solution)
-    return Solutions(by_id, without, id_of)
+    return Solutions(by_id, without, id_of, question_of)
 
 
 def _records(

@@ -22,6 +22,7 @@ import msgspec
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.thinking import HOUSE_TAGS, ThinkTags
 from megatron_rl.curation.tool import Drop, Outcome, Report, check_at_least, check_share, place_of
+from megatron_rl.protocol.prompt import normalized
 from megatron_rl.protocol.rollout import TOOLS
 from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, rollout_files
 from megatron_rl.protocol.types import ChatMessage, Prompt
@@ -90,15 +91,16 @@ def mine_sft_examples(
     rollouts: Iterable[Mined],
     *,
     instructions: Sequence[SftExample],
-    prompts: Mapping[str, Prompt],
+    prompts: Iterable[Prompt],
     options: SftExampleOptions,
     tags: ThinkTags = HOUSE_TAGS,
 ) -> Outcome:
     """SFT examples of right rollouts and instruction data, shuffled by the seed.
 
-    prompts: by id, for messages before the question, which records lack. tags: think tags of the
-    run. Raises InputError if no rollout is left, or for too few instructions.
+    prompts: for messages before the question, which records lack. tags: think tags of the run.
+    Raises InputError if no rollout is left, or for too few instructions.
     """
+    known = _by_problem(prompts)
     rollouts = list(rollouts)
     report = Report("sft", asdict(options), read=len(rollouts))
     solved, rates = _sift(rollouts, options, report)
@@ -107,7 +109,7 @@ def mine_sft_examples(
         for mined in _capped(solved[problem], options, report):
             tail = "" if options.template_opens_thoughts else mined.record.prompt_tail
             opened = partial(with_opening, prompt_tail=tail, tags=tags)
-            example = _example(mined.record, prompts.get(mined.record.prompt_id), opened)
+            example = _example(mined.record, _find_prompt(mined.record, known), opened)
             copies = _copies(rates[problem], mined, options)
             report.added["repeated"] += copies - 1
             name = _name(mined)
@@ -221,6 +223,28 @@ def _example(
     messages = [SftMessage(message.role, message.content) for message in asked]
     is_program = prompt is not None and prompt.is_program
     return SftExample(messages, response, record.task, is_program)
+
+
+def _by_problem(prompts: Iterable[Prompt]) -> dict[tuple[str, str], Prompt]:
+    """Prompts by (id, question), and by ("", question) where no other prompt has that question."""
+    prompts = list(prompts)
+    questions = [normalized(prompt.question) for prompt in prompts]
+    count = Counter(questions)
+    found = dict[tuple[str, str], Prompt]()
+    for prompt, question in zip(prompts, questions, strict=True):
+        found[prompt.id, question] = prompt
+        if count[question] == 1:
+            found["", question] = prompt
+    return found
+
+
+def _find_prompt(record: RolloutRecord, known: Mapping[tuple[str, str], Prompt]) -> Prompt | None:
+    """The prompt of a record, by id and question; by the question alone if the id is another.
+
+    A run puts the number of a later source before its ids, and line numbers change with the file.
+    """
+    question = normalized(record.problem)
+    return known.get((record.prompt_id, question)) or known.get(("", question))
 
 
 def _choose(

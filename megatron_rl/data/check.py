@@ -15,6 +15,7 @@ from megatron_rl.config.staging import longest_stage
 from megatron_rl.config.tree import Config
 from megatron_rl.data.dropped_prompts import try_rendering
 from megatron_rl.data.own_systems import describe_own_systems
+from megatron_rl.data.prompts import mark_episodes
 from megatron_rl.data.repeats import OTHER_ANSWER, REPEATED, answer_of
 from megatron_rl.data.sources import read_source
 from megatron_rl.data.tables.rows import RowFault
@@ -90,7 +91,8 @@ def check_prompts(config: Config, *, with_lengths: bool) -> Findings:
         notes += reading.notes
         repetitions = _repetitions(reading.prompts)
         faults += [fault for fault in repetitions if fault.reason not in allowed]
-        parts.append(Part(name, reading.prompts, faults))
+        # Repetitions come first, as a run leaves them out before it looks at tasks.
+        parts.append(Part(name, mark_episodes(reading.prompts, config.reward), faults))
     questions = _Questions([part for part in parts if part.name])
     for part in parts:
         part.faults.extend(_grading_faults(part.prompts, config.reward))
@@ -174,8 +176,10 @@ def _repetitions(prompts: Sequence[Prompt]) -> Iterator[Fault]:
 
 
 def _leaks(trained: Iterable[Prompt], questions: "_Questions") -> Iterator[Fault]:
-    """Prompts that ask or contain a question of an evaluation set."""
+    """Prompts that ask or contain a question of an evaluation set; no episodes of environments."""
     for prompt in trained:
+        if prompt.is_episode:
+            continue
         found = questions.find(prompt)
         if found is None:
             continue
@@ -195,6 +199,8 @@ class _Questions:
         self._by_start: dict[tuple[str, ...], list[tuple[str, str, Prompt]]] = {}
         for part in parts:
             for prompt in part.prompts:
+                if prompt.is_episode:
+                    continue
                 self._whole.setdefault(prompt.normalized_question, (part.name, prompt))
                 text = normalized(prompt.question)
                 words = text.split()

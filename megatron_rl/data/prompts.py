@@ -6,7 +6,7 @@ Used by the rollout queue, and by tools that need the same split.
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -168,13 +168,11 @@ def read_prompts(
         for source in sources
     ]
     loaded = _with_unique_ids([reading.prompts for reading in readings])
-    tasks = reward.tasks.items() if reward else ()
-    games = frozenset(name for name, task in tasks if task.is_decided_by_environment)
-    loaded = [[_marked(prompt, games) for prompt in prompts] for prompts in loaded]
+    loaded = [mark_episodes(prompts, reward) for prompts in loaded]
     evaluated = {}
     for one in eval_sets:
         reading = _read_eval_set(one, seed, reward)
-        evaluated[one.name] = [_marked(prompt, games) for prompt in reading.prompts]
+        evaluated[one.name] = mark_episodes(reading.prompts, reward)
         readings.append(reading)
     given = [*sources, *(one.prompts for one in eval_sets)]
     return PromptMaterial(
@@ -191,10 +189,14 @@ def read_prompts(
     )
 
 
-def _marked(prompt: Prompt, games: Container[str]) -> Prompt:
-    """The prompt; one whose task's environment decides the reward knows it."""
-    is_episode = prompt.task in games
-    return msgspec.structs.replace(prompt, is_episode=True) if is_episode else prompt
+def mark_episodes(prompts: Sequence[Prompt], reward: RewardConfig | None) -> list[Prompt]:
+    """The prompts; those whose task's environment decides the reward know it."""
+    tasks = reward.tasks.items() if reward else ()
+    games = frozenset(name for name, task in tasks if task.is_decided_by_environment)
+    return [
+        msgspec.structs.replace(prompt, is_episode=True) if prompt.task in games else prompt
+        for prompt in prompts
+    ]
 
 
 def _without_ungradable(

@@ -14,7 +14,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.staging import check_stages, resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.data.kinds import read_as, with_hub_name
-from megatron_rl.data.prompts import material_of_run
+from megatron_rl.data.prompts import prompts_of_run
 from megatron_rl.data.tables.hub import is_commit, pinned
 from megatron_rl.launcher.hub_models import pin_models
 from megatron_rl.launcher.run_folder import earlier_config
@@ -88,7 +88,7 @@ def _count_epochs(config: Config) -> Config:
             f"train.epochs={config.train.epochs} with stages of {sorted(sizes)} groups a batch: "
             "give train.steps in its place"
         )
-    sets = material_of_run(config).divide()
+    sets = prompts_of_run(config)
     drawn = zip(sets.weights_of(config), sets.train, strict=True)
     prompts = sum(len(found) for weight, found in drawn if weight)
     if not prompts:
@@ -110,15 +110,17 @@ def _pin_prompts(config: Config, saved: Config | None) -> Config:
     sources = [*config.prompts, *(one.prompts for one in config.eval.sets)]
     if all(read_as(source) != "hub" for source in sources):
         return config
-    earlier = [] if saved is None else [*saved.prompts, *(one.prompts for one in saved.eval.sets)]
-    found = [pinned(source, earlier) for source in sources]
-    count = len(config.prompts)
-    sets = [
-        one.model_copy(update={"prompts": source})
-        for one, source in zip(config.eval.sets, found[count:], strict=True)
-    ]
+    before = [] if saved is None else saved.prompts
+    sets_before = {} if saved is None else {one.name: one.prompts for one in saved.eval.sets}
+    earlier = [*before, *sets_before.values()]
+    # One data set may be read at several commits: each source keeps that of its own place.
+    found = [pinned(one, [*before[n : n + 1], *earlier]) for n, one in enumerate(config.prompts)]
+    sets = []
+    for one in config.eval.sets:
+        own = [sets_before[one.name]] if one.name in sets_before else []
+        sets.append(one.model_copy(update={"prompts": pinned(one.prompts, [*own, *earlier])}))
     evaluation = config.eval.model_copy(update={"sets": sets})
-    return config.model_copy(update={"prompts": found[:count], "eval": evaluation})
+    return config.model_copy(update={"prompts": found, "eval": evaluation})
 
 
 def make_record(config: Config, files: Sequence[Path], own_files: Sequence[Path]) -> PromptRecord:

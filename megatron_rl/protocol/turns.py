@@ -7,8 +7,7 @@ reply, and the messages given to the model. Used by generators; needs the tokeni
 
 import os
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby, product
 
@@ -134,31 +133,29 @@ class Turns:
             content = in_tags(content, tags)
             # Templates may write other blanks around the tags.
             parts = [thoughts, *content.replace(tags.close, tags.open).split(tags.open)]
-        turn = self._calls.turn(calls, content)
+        # The name of a tool may also stand in the content, the thoughts and the results.
+        mark = unused_character(content, thoughts, calls)
+        marks = re.compile(f"{mark}([0-9]+){mark}")
+        named = [call._replace(name=f"{mark}{n}{mark}{call.name}") for n, call in enumerate(calls)]
+        turn = self._calls.turn(named, content)
         # Templates read thoughts under one of two names, or within the content.
         forms = [turn | {"reasoning_content": thoughts, "thinking": thoughts} if thoughts else turn]
         if thoughts and tags is not None:
             forms.append(turn | {"content": tags.around_thoughts(thoughts) + content})
-        names = Counter(call.name for call in calls)
-        results: list[Turn] = [
-            {**_PROBES["tool"], "name": call.name, "tool_call_id": call.id} for call in calls
-        ]
+        result = _PROBES["tool"] | {"content": mark * 2}
+        results = [result | {"name": call.name, "tool_call_id": call.id} for call in calls]
         lost = ""
         # In some templates only the next message ends a reply.
         for form, behind in product(forms, ([], results)):
-            guard = unused_character([form], tools)
-            written = self._written([form, *behind], tools, guard)
-            text = written.replace(guard, "")
-            lost = next((part for part in parts if part.strip() not in text), "")
-            lost = lost or next((name for name in names if text.count(name) < names[name]), "")
-            end = self._ends.search(written, max(written.rfind(name) for name in names))
+            guard = unused_character([form, *behind], tools)
+            written = self._written([form, *behind], tools, guard).partition(mark * 2)[0]
+            places = {int(found[1]): found.end() for found in reversed([*marks.finditer(written)])}
+            lost = _find_lost(marks.sub("", written).replace(guard, ""), parts, calls, places)
+            end = self._ends.search(written, max(places.values(), default=0))
             if end and not lost:
-                return self._tokens.encode(written[: end.end()], guard)
+                return self._tokens.encode(marks.sub("", written[: end.end()]), guard)
         raise RenderError(
-            f"the chat template leaves {lost[:_SHOWN_CHARACTERS]!r} out of a message with "
-            "tool_calls: take it out, or give a render.chat_template that writes it"
-            if lost
-            else "the chat template writes no token behind tool_calls that ends a reply"
+            lost or "the chat template writes no token behind tool_calls that ends a reply"
         )
 
     def _written(self, turns: Sequence[Turn], tools: Sequence[Tool], guard: str) -> str:
@@ -331,6 +328,29 @@ class Turns:
         return next(
             (turn for role, turn in _PROBES.items() if role[0] == letter), _PROBES["assistant"]
         )
+
+
+def _find_lost(
+    text: str, parts: Iterable[str], calls: Sequence[ToolCall], found: Container[int]
+) -> str:
+    """What is wrong if the text lacks a part, or a call is not among the found ones; "": nothing.
+
+    found: places of the calls that the text has.
+    """
+    lost = [(repr(part[:_SHOWN_CHARACTERS]), "") for part in parts if part.strip() not in text]
+    lost += [
+        (f"call {place + 1} of {len(calls)} ({call.name!r})", " or put it into its own message,")
+        for place, call in enumerate(calls)
+        if place not in found
+    ]
+    return next(
+        (
+            f"the chat template leaves {part} out of a message with tool_calls: take it out,{other}"
+            " or give a render.chat_template that writes it"
+            for part, other in lost
+        ),
+        "",
+    )
 
 
 def _words(roles: Sequence[str]) -> list[str]:

@@ -66,11 +66,14 @@ def test_a_data_set_of_the_hub_is_named(tmp_path: Path) -> None:
     assert str(config.model.path) == "Qwen/Qwen3-0.6B"
 
 
-def test_a_folder_with_splits_is_trained_on_one_and_evaluated_on_the_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["train-00000-of-00001", "mine"])
+def test_a_folder_with_splits_is_trained_on_one_and_evaluated_on_the_other(
+    tmp_path: Path, name: str
+) -> None:
     (tmp_path / "data").mkdir()
-    for split, count in (("train", 5), ("test", 3)):
+    for split, count in ((name, 5), ("test-00000-of-00001", 3)):
         rows = [{"question": f"{split} {n}?", "answer": f"#### {n}"} for n in range(count)]
-        file = tmp_path / "data" / f"{split}-00000-of-00001.jsonl"
+        file = tmp_path / "data" / f"{split}.jsonl"
         file.write_text("\n".join(map(json.dumps, rows)))
     path = tmp_path / "my.toml"
     options = InitOptions(path, "m", str(tmp_path / "data"), "math", 0, 3)

@@ -28,6 +28,7 @@ from verification.code.problem import parse_tests
 from verification.code.setup import CodeLimits
 
 OPTIONS = CodeTestOptions()
+OTHER = {"question": "another?"}
 
 
 def said(*outputs: str | None) -> list[Printed]:
@@ -125,17 +126,49 @@ def test_bad_entries_and_options_are_refused(tmp_path: Path) -> None:
         CodeTestOptions(agreement=0.8, relabel_agreement=0.7)
 
 
+RECORD = {
+    "group": 0, "task": "code", "language": "", "answer": "", "reward": 1.0, "parts": {},
+    "reason": "correct", "tokens": 9, "versions": [0], "finish_reason": "stop", "seed": 0,
+    "prompt_tail": "",
+}  # fmt: skip
+
+
+def test_an_id_of_a_line_number_counts_only_with_the_same_question(tmp_path: Path) -> None:
+    """The file loses its first line after the run, so that each number is another problem's."""
+    path, solutions = tmp_path / "p.jsonl", tmp_path / "s.jsonl"
+    lines = [
+        {"task": "code", "question": f"q{n}?", "entry": entry({"stdin": "1"})} for n in range(3)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = [row.prompt for row in read_rows(path)]
+    names = [prompt.id for prompt in asked]
+    text = "<think></think>```python\nprint(9)\n```"
+    records = [
+        RECORD | {"prompt_id": prompt.id, "index": 0, "problem": prompt.question, "text": text}
+        for prompt in asked
+    ]
+    solutions.write_text("".join(json.dumps(record) + "\n" for record in records))
+    of_run = read_solutions(solutions, RewardConfig())
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines[1:], lines[2] | OTHER]))
+    shifted = read_rows(path)
+    assert [row.prompt.id for row in shifted] == names
+    assert [of_run.id_for(row) for row in shifted] == [names[1], names[2], None]
+    # A stated id is the problem's, also where its question is written otherwise.
+    path.write_text(json.dumps(lines[0] | OTHER | {"id": names[1]}))
+    assert [of_run.id_for(row) for row in read_rows(path)] == [names[1]]
+    # Lines without a question have nothing but the id.
+    plain = [{"id": name, "source": "print(9)"} for name in names]
+    solutions.write_text("".join(json.dumps(line) + "\n" for line in plain))
+    by_id = read_solutions(solutions, RewardConfig())
+    assert [by_id.id_for(row) for row in shifted] == names
+
+
 def test_solutions_of_an_evaluation_set_are_found_by_the_question(tmp_path: Path) -> None:
-    record = {
-        "group": 0, "task": "code", "language": "", "answer": "", "reward": 1.0, "parts": {},
-        "reason": "correct", "tokens": 9, "versions": [0], "finish_reason": "stop", "seed": 0,
-        "prompt_tail": "",
-    }  # fmt: skip
     text = "<think></think>```python\nprint(9)\n```"
     lines = [
-        record | {"prompt_id": "graded/a", "index": 0, "problem": "Q0?", "text": text},
-        record | {"prompt_id": "graded/a", "index": 1, "problem": "Q0?", "text": "none"},
-        record | {"prompt_id": "graded/b", "index": 0, "problem": "Another?", "text": text},
+        RECORD | {"prompt_id": "graded/a", "index": 0, "problem": "Q0?", "text": text},
+        RECORD | {"prompt_id": "graded/a", "index": 1, "problem": "Q0?", "text": "none"},
+        RECORD | {"prompt_id": "graded/b", "index": 0, "problem": "Another?", "text": text},
     ]
     path = tmp_path / "s.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -212,6 +212,40 @@ def test_held_out_problems_stay_and_other_answers_are_named() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("earlier", "is_same"),
+    [
+        (["user", "Here are 2 Apples.", "assistant", "Seen."], True),
+        (["user", "here  are 2 apples.", "assistant", "seen."], True),
+        (["user", "Here are 3 apples.", "assistant", "Seen."], False),
+        (["assistant", "Here are 2 Apples.", "user", "Seen."], False),
+        ([], False),
+        (["system", "Think.", "user", "Here are 2 Apples.", "assistant", "Seen."], True),
+    ],
+)
+def test_turns_before_a_question_are_a_part_of_the_problem(
+    earlier: list[str], is_same: bool
+) -> None:
+    question = "What is the total price of the fruit in the table above?"
+    first = ["user", "Here are 2 Apples.", "assistant", "Seen."]
+    one, other = with_earlier("one", first, question), with_earlier("other", earlier, question)
+    assert len(dedupe([one, other], threshold=0.7).rows) == (1 if is_same else 2)
+    assert decontaminate([one], [other], threshold=0.7).rows == []
+
+
+def test_a_system_message_counts_where_both_problems_have_one() -> None:
+    plain, *told = (
+        with_earlier(name, ["system", name] if name else [], problem(0)) for name in ("", "a", "b")
+    )
+    assert [len(dedupe(pair, threshold=0.7).rows) for pair in ([plain, told[0]], told)] == [1, 2]
+
+
+def with_earlier(name: str, earlier: list[str], question: str) -> Row:
+    said = [*zip(earlier[::2], earlier[1::2], strict=True), ("user", question)]
+    messages = [ChatMessage(role, content) for role, content in said]
+    return Row({}, Prompt(name, "math", messages, "7", place=name))
+
+
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "datasketch", None)
     with pytest.raises(InputError, match="pip install datasketch==2.0.0"):

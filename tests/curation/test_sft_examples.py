@@ -43,7 +43,7 @@ def record(problem: str, index: int = 0, **fields: Any) -> RolloutRecord:
 def mine(*records: RolloutRecord, step: int = 5, **values: Any) -> Any:
     options = SftExampleOptions(**NO_INSTRUCTIONS | values)
     rollouts = [Mined(item, step, f"f:{i}") for i, item in enumerate(records)]
-    return mine_sft_examples(rollouts, instructions=[], prompts={}, options=options)
+    return mine_sft_examples(rollouts, instructions=[], prompts=[], options=options)
 
 
 def wrong(problem: str, count: int) -> list[RolloutRecord]:
@@ -157,7 +157,7 @@ def test_instruction_data_has_its_share_and_epochs_are_stated() -> None:
     rollouts = [Mined(record(f"q{i}"), 0, "f") for i in range(90)]
     given = [SftExample([SftMessage("user", f"i{i}")], "r", "open") for i in range(50)]
     options = SftExampleOptions(batch_size=8)
-    outcome = mine_sft_examples(rollouts, instructions=given, prompts={}, options=options)
+    outcome = mine_sft_examples(rollouts, instructions=given, prompts=[], options=options)
     mixed = [example for example in outcome.rows if example.task == "open"]
     assert len(mixed) == 10 == len(set(t.messages[0].content for t in mixed))
     assert (len(outcome.rows), outcome.report.written) == (100, 100)
@@ -166,7 +166,7 @@ def test_instruction_data_has_its_share_and_epochs_are_stated() -> None:
     assert any(t.task == "open" for t in outcome.rows[50:])
     assert (outcome.report.figures["epochs"], outcome.report.figures["sft_steps"]) == (4, 50)
     with pytest.raises(InputError, match="need 10 lines of instruction data, and 3"):
-        mine_sft_examples(rollouts, instructions=given[:3], prompts={}, options=options)
+        mine_sft_examples(rollouts, instructions=given[:3], prompts=[], options=options)
 
 
 def test_thoughts_that_the_template_opened_are_opened_in_the_example() -> None:
@@ -178,7 +178,7 @@ def test_thoughts_that_the_template_opened_are_opened_in_the_example() -> None:
     outcome = mine_sft_examples(
         [Mined(other, 0, "f")],
         instructions=[],
-        prompts={},
+        prompts=[],
         options=SftExampleOptions(**NO_INSTRUCTIONS),
         tags=ThinkTags(open="[THINK]", close="[/THINK]"),
     )
@@ -191,10 +191,37 @@ def test_all_messages_come_from_the_prompts_where_they_are_given() -> None:
     outcome = mine_sft_examples(
         [Mined(record("q"), 0, "f")],
         instructions=[],
-        prompts={"q": prompt},
+        prompts=[prompt],
         options=SftExampleOptions(**NO_INSTRUCTIONS),
     )
     assert [message.plain for message in outcome.rows[0].messages] == messages
+
+
+def test_a_reply_never_gets_the_messages_of_another_problem() -> None:
+    """A run calls the second source's "q1" "1:q1"; a file of that source alone has "q1"."""
+    prompts = [
+        Prompt(f"q{n}", "math", [ChatMessage("system", f"s{n}"), ChatMessage("user", asked)], "7")
+        for n, asked in enumerate(["b0", "b1", "go on", "Go  on"])
+    ]
+    records = [
+        record("a1", prompt_id="q1", text="of a1"),
+        record("B1", prompt_id="1:q1", text="of b1"),
+        record("b0", prompt_id="q0", text="of b0"),
+        record("go on", prompt_id="q3", text="of q3"),
+        # Either of two prompts may have asked this.
+        record("go on", prompt_id="1:q2", text="of 1:q2"),
+    ]
+    outcome = mine_sft_examples(
+        [Mined(one, 0, "f") for one in records],
+        instructions=[],
+        prompts=prompts,
+        options=SftExampleOptions(**NO_INSTRUCTIONS),
+    )
+    found = {one.response: [said.content for said in one.messages] for one in outcome.rows}
+    assert found == {
+        "of a1": ["a1"], "of b1": ["s1", "b1"], "of b0": ["s0", "b0"],
+        "of q3": ["s3", "Go  on"], "of 1:q2": ["go on"],
+    }  # fmt: skip
 
 
 def test_the_command_reads_training_steps_alone_and_writes_what_sft_reads(tmp_path: Path) -> None:

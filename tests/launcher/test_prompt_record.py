@@ -10,7 +10,7 @@ from megatron_rl.config.evaluation import EvalSet
 from megatron_rl.config.files import ConfigError, dump_toml, load_config
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.config.tree import Config, RunConfig
-from megatron_rl.data.prompts import material_of_run
+from megatron_rl.data.prompts import PromptStream, material_of_run, prompts_of_run
 from megatron_rl.launcher.prompt_record import RECORD, pin_revisions, record_prompts
 
 COMMIT = "0123456789" * 4
@@ -107,6 +107,41 @@ def test_a_run_that_goes_on_keeps_its_commit(
         pin_revisions(config_of(tmp_path, other))
 
 
+def test_each_source_of_one_data_set_keeps_its_own_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache/datasets--mine--set"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache.parent))
+    commits = [str(number) * 40 for number in range(4)]
+    for commit in commits:
+        (cache / "snapshots" / commit).mkdir(parents=True)
+        (cache / "snapshots" / commit / "rows.jsonl").write_text('{"question": "q", "answer": "1"}')
+    (cache / "refs").mkdir()
+
+    def pin(versions: str, sets: str, refs: dict[str, int]) -> list[str]:
+        """Commits of [[prompts]] and evaluation sets of these revisions, and the run's new file."""
+        for name, number in refs.items():
+            (cache / "refs" / name).write_text(commits[number])
+        sources = [PromptSource(kind="hub", name="mine/set", revision=one) for one in versions]
+        config = config_of(tmp_path, *sources)
+        evaluated = [
+            EvalSet(name=f"of_{one}", prompts=sources[0].model_copy(update={"revision": one}))
+            for one in sets
+        ]
+        own = config.eval.model_copy(update={"sets": evaluated})
+        found = pin_revisions(config.model_copy(update={"eval": own}))
+        (tmp_path / "config.toml").write_text(dump_toml(found))
+        both = [*found.prompts, *(one.prompts for one in found.eval.sets)]
+        return [one.revision[0] for one in both]
+
+    assert pin("ab", "cb", {"a": 0, "b": 1, "c": 2}) == ["0", "1", "2", "1"]
+    moved = {"a": 3, "b": 3, "c": 3}
+    assert pin("ab", "cb", moved) == ["0", "1", "2", "1"]
+    # Evaluation sets come and go.
+    assert pin("ab", "b", moved) == ["0", "1", "1"]
+
+
 def test_epochs_become_steps_of_the_prompts_that_are_drawn(tmp_path: Path) -> None:
     lines = [json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) for n in range(25)]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
@@ -141,6 +176,22 @@ def test_epochs_count_no_prompt_of_a_source_that_is_held_out_whole(tmp_path: Pat
     assert pin_revisions(load_config(tmp_path / "mine.toml", given)).train.steps == 19
     with pytest.raises(InputError, match="train.epochs=3 counts no prompt"):
         pin_revisions(load_config(tmp_path / "mine.toml", [*given, "prompts.1.held_out_share=1"]))
+
+
+def test_epochs_count_the_spare_prompts_that_no_evaluation_holds_out(tmp_path: Path) -> None:
+    lines = [json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) for n in range(200)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    (tmp_path / "mine.toml").write_text(
+        "[train]\nepochs = 1\nprompts_per_batch = 1\n"
+        '[[prompts]]\npath = "mine.jsonl"\nheld_out_share = 0.5\n'
+    )
+    for held_out in (0, 20):
+        given = [f"model.path={tmp_path}", f"eval.prompts={held_out}"]
+        config = pin_revisions(load_config(tmp_path / "mine.toml", given))
+        assert config.train.steps == 200 - held_out
+        stream = PromptStream(prompts_of_run(config), config.run.seed)
+        # One epoch draws each prompt once, and leaves none out.
+        assert len({stream.next().id for _ in range(config.train.steps)}) == 200 - held_out
 
 
 def test_stop_strings_of_the_model_join_those_of_the_run(tmp_path: Path) -> None:

@@ -93,6 +93,8 @@ CONVERSATIONS = {
     "object": conversation(call(1, 2, is_text=False), content=""),
     "content": conversation(call(1, 2), content="Let me add <b>."),
     "two calls": conversation(call(1, 2), call(2, 1), content="Twice."),
+    "no text": conversation(call(1, 2), call(2, 1)),
+    "named": conversation(call(1, 2), call(2, 1), content="I add, then add."),
     "ends in a call": conversation(call(1, 2))[:2],
 }
 
@@ -110,7 +112,7 @@ def test_calls_are_taught_with_the_tokens_that_transformers_gives(
     assert not any(mask[len(sequence.token_ids) :])
     assert sequence.targets.tolist() == np.flatnonzero(mask).tolist()
     assert renderer.decode(sequence.token_ids[sequence.targets].tolist()).count("<tool_call>") == (
-        2 if name == "two calls" else 1
+        len(CONVERSATIONS[name][1]["tool_calls"])
     )
 
 
@@ -322,6 +324,9 @@ def test_calls_beside_a_response_are_refused(tmp_path: Path) -> None:
     [
         ("smollm2", "null", "its text with and without tool_calls is the same"),
         ("llama3.2", "content", "leaves 'Let me add <b>.' out of a message with tool_calls"),
+        # gpt-oss' template writes the first call, and the tool's name before each result.
+        ("gpt_oss", "no text", r"leaves call 2 of 2 \('add'\) out of a message with tool_calls"),
+        ("gpt_oss", "named", r"leaves call 2 of 2 \('add'\) out of a message with tool_calls"),
     ],
 )
 def test_a_template_that_leaves_out_a_part_of_a_call_is_refused_with_the_line(
@@ -330,7 +335,7 @@ def test_a_template_that_leaves_out_a_part_of_a_call_is_refused_with_the_line(
     renderer = open_model(tmp_path / "m", model)
     path = tmp_path / "sft.jsonl"
     spoken = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    lines = [{"task": "sums", "messages": one} for one in (spoken, CONVERSATIONS[name][:4])]
+    lines = [{"task": "sums", "messages": one} for one in (spoken, CONVERSATIONS[name][:-2])]
     # A blank line counts as a line.
     path.write_text(f"{json.dumps(lines[0])}\n\n{json.dumps(lines[1])}\n")
     examples = dict(enumerate(read_sft_dataset(path)))

@@ -48,7 +48,7 @@ def examples(options: MiningOptions, console: Console) -> int:
     found, report = mine_sft_examples(
         mined,
         instructions=given,
-        prompts={row.prompt.id: row.prompt for row in rows},
+        prompts=[row.prompt for row in rows],
         options=part_of(SftExampleOptions, options),
         tags=_tags_of(options.run_dir),
     )

@@ -21,6 +21,7 @@ _SPLITS = {
     "dev": "validation",
 }  # fmt: skip
 """Word in the name of a file or folder -> split, as in `datasets`."""
+_EVALUATED = ("test", "validation")
 _PLAIN = {"data", "default"}
 """Folders that name no subset."""
 _SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})(?:-[0-9a-f]{16})?")
@@ -72,13 +73,9 @@ def _parts(folder: Path) -> Parts:
 
 def _choose(root: Path, parts: Parts, subset: str, split: str) -> TableFiles:
     subsets = sorted({known for known, _ in parts})
-    if not subset and len(subsets) > 1 and "" not in subsets and "default" not in subsets:
-        raise InputError(
-            f"{root} has the subsets {', '.join(subsets)}: choose one by prompts.subset "
-            "(--subset of a data tool)"
-        )
-    if not subset:
-        subset = next((name for name in ("", "default") if name in subsets), subsets[0])
+    if not subset and len(subsets) > 1:
+        subset = _default_subset(root, parts, split)
+    subset = subset or subsets[0]
     if subset not in subsets:
         raise InputError(
             f"{root} has no subset {subset!r}: it has {', '.join(filter(None, subsets)) or 'none'}"
@@ -96,6 +93,22 @@ def _choose(root: Path, parts: Parts, subset: str, split: str) -> TableFiles:
     _check_shards(root, parts[subset, split])
     chosen = ", ".join(filter(None, (subset, f"split {split}" if is_told else "")))
     return TableFiles(root, parts[subset, split], chosen)
+
+
+def _default_subset(root: Path, parts: Parts, split: str) -> str:
+    """The subset to read without a choice. Raises InputError if there is none."""
+    subsets = sorted({known for known, _ in parts})
+    default = next((name for name in ("", "default") if name in subsets), None)
+    # README.md names "default". Else files for evaluation beside folders with rows are no default.
+    with_split = {known for known, of in parts if of == (split or "train")}
+    if default == "default" or (default == "" and (default in with_split or not with_split)):
+        return default
+    splits = ", ".join(sorted(of for known, of in parts if known == default))
+    other = f", or the split {splits} by prompts.dataset_split" if splits else ""
+    raise InputError(
+        f"{root} has the subsets {', '.join(filter(None, subsets))}: choose one by prompts.subset "
+        f"(--subset of a data tool){other}"
+    )
 
 
 def _check_shards(root: Path, files: list[Path]) -> None:
@@ -197,7 +210,10 @@ def _matching(root: Path, pattern: str) -> list[Path]:
 
 
 def _named(root: Path) -> Parts:
-    """Files by names of folders and files; without a name of a split all are "train"."""
+    """Files by names of folders and files.
+
+    Files without a name of a split are "train" if all others are of a split for evaluation.
+    """
     files = [file for file in root.rglob("*") if format_of(file) and file.is_file()]
     files = [file for file in files if not _is_hidden(file.relative_to(root))]
     parts: Parts = {}
@@ -208,10 +224,16 @@ def _named(root: Path) -> Parts:
         split = split or next(filter(None, map(_split_in, reversed(folders))), "")
         own = [name for name in folders if name not in _PLAIN and not _split_in(name)]
         parts.setdefault(("/".join(own), split), []).append(file)
-    if all(not split for _, split in parts):
-        return {(subset, "train"): _rows_among(files) for (subset, _), files in parts.items()}
-    # Other files without a split are not rows, such as dataset_infos.json.
-    return {key: files for key, files in parts.items() if key[1]}
+    if any(split not in ("", *_EVALUATED) for _, split in parts):
+        # Other files without a split are not rows, such as dataset_infos.json.
+        return {key: files for key, files in parts.items() if key[1]}
+    told = [file for (_, split), files in parts.items() if split for file in files]
+    for (subset, split), files in [*parts.items()]:
+        if not split:
+            del parts[subset, split]
+            if rows := [file for file in _rows_among([*files, *told]) if file in files]:
+                parts[subset, "train"] = rows
+    return parts
 
 
 def _rows_among(files: list[Path]) -> list[Path]:
@@ -221,7 +243,7 @@ def _rows_among(files: list[Path]) -> list[Path]:
 
 def _is_hidden(inside: Path) -> bool:
     return any(part.startswith((".", "__")) for part in inside.parts) or inside.name in (
-        "dataset_infos.json", "dataset_info.json", "state.json",
+        "dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json",
     )  # fmt: skip
 
 

@@ -190,7 +190,7 @@ def _offline(source: PromptSource, why: str) -> Fetched:
 def pinned(source: PromptSource, earlier: Sequence[PromptSource] = ()) -> PromptSource:
     """The source with a commit as its revision and its files in the cache. Raises InputError.
 
-    earlier: sources of the resumed run, which keep their commits.
+    earlier: sources of the resumed run; the first of the same rows gives its commit.
     """
     if read_as(source) != "hub":
         return source

@@ -93,6 +93,35 @@ def test_a_folder_of_the_hub_has_subsets_and_splits(tmp_path: Path) -> None:
     assert answers(tmp_path, subset="socratic", dataset_split="train") == ["21"]
 
 
+def test_files_without_a_split_are_not_lost_beside_a_split_for_evaluation(tmp_path: Path) -> None:
+    for number, name in enumerate(("math", "code", "test")):
+        write(tmp_path / f"mine/{name}.jsonl", rows(10 * number, 1))
+    (tmp_path / "mine/figures.csv").write_text("name,rows\nmath,1\n")
+    with pytest.raises(InputError, match=r"splits test, train: choose .*prompts\.dataset_split"):
+        answers(tmp_path / "mine")
+    assert answers(tmp_path / "mine", dataset_split="train") == ["11", "1"]
+    assert answers(tmp_path / "mine", dataset_split="test") == ["21"]
+    # A table about a set for evaluation is none of its splits.
+    write(tmp_path / "bench/test.jsonl", rows(5, 1))
+    (tmp_path / "bench/figures.csv").write_text("name,rows\ntest,1\n")
+    assert answers(tmp_path / "bench") == ["6"]
+    # A folder with a split to train on names all of its rows.
+    write(tmp_path / "whole/train.jsonl", rows(0, 1))
+    write(tmp_path / "whole/notes.json", rows(7, 1))
+    assert answers(tmp_path / "whole") == ["1"]
+
+
+def test_a_folder_for_evaluation_is_no_default_beside_folders_with_rows(tmp_path: Path) -> None:
+    for number, name in enumerate(("math/a", "code/a", "dev/a")):
+        write(tmp_path / f"{name}.jsonl", rows(10 * number, 1))
+    said = r"subsets code, math: choose one by prompts\.subset .*, or the split validation by prom"
+    for split in ("", "train"):
+        with pytest.raises(InputError, match=said):
+            answers(tmp_path, dataset_split=split)
+    assert answers(tmp_path, subset="math") == ["1"]
+    assert answers(tmp_path, dataset_split="validation") == ["21"]
+
+
 def test_readme_says_which_files_are_which(tmp_path: Path) -> None:
     write(tmp_path / "en/a-1.parquet", rows(0, 1))
     write(tmp_path / "en/a-2.parquet", rows(1, 1))

@@ -75,6 +75,34 @@ def test_a_question_on_both_sides_is_held_out_and_named(tmp_path: Path) -> None:
     assert [fault.reason for fault in found.faults] == ["in_both_splits"]
 
 
+def test_games_that_begin_alike_are_no_leak_of_each_other(tmp_path: Path) -> None:
+    """As in a run, which tells games of an environment apart by their ids within a file."""
+    asked = "Play the game of the hidden number until you know it for sure."
+    train, held = (
+        write(
+            tmp_path / f"{name}.jsonl",
+            [{"question": asked, "answer": "", "task": "game", "entry": f"{n}", "id": str(n % 10)}
+             for n in range(start, start + 5)]
+            + [{"question": f"{name} 1+1?", "answer": "2"}, {"question": "1+1?", "answer": "2"}],
+        )
+        for name, start in (("train", 0), ("held", 10))
+    )  # fmt: skip
+    source = PromptSource(path=train, repeated="keep", held_out_share=0)
+    of_set = EvalSet(name="games", prompts=PromptSource(path=held, repeated="keep"))
+    task = TaskConfig(environment="package.module:Game")
+    config = Config(
+        prompts=[source],
+        eval=EvalConfig(sets=[of_set]),
+        reward=RewardConfig(tasks={"game": task}),
+    )
+    [trained] = material_of_run(config).divide().train
+    assert [prompt.question for prompt in trained] == [*[asked] * 5, "train 1+1?"]
+    found = check_prompts(config, with_lengths=False)
+    assert [(one.place, one.reason) for one in found.faults] == [
+        (f"{train}:7", "in_evaluation_set")
+    ]
+
+
 FAULTY = [
     {"question": "p", "answer": "7"},
     {"question": "q", "answer": ""},
