@@ -81,14 +81,14 @@ MIN_SYLLABIC_WORDS = 5
 MIN_SYLLABIC_SHARE = 0.9
 """Share of the words that must be made of the syllables."""
 
-_PINYIN = re.compile(
-    "(?:(?:zh|ch|sh|[bpmfdtnlgkhjqxrzcsyw])?"
-    "(?:[iu]ang|iong|[aeio]ng|iao|ian|uai|uan|[aeiou]i|[aeiou]o|[aeiuv]n|er|i[ae]|[uv][aeo]|iu"
-    "|[aeiouv]))+"
-)
+# Each word has one reading: runs of vowels, and between two runs the end of a syllable, the start
+# of one, or both. A pattern of whole syllables would try 2^n readings of a long word.
+_INITIAL = "(?:zh|ch|sh|[bpmfdtnlgkhjqxrzcsyw])?"
+_CODA = "(?:(?<=[aeio])ng|(?<=[aeiuv])n|(?<=e)r)?"
+_PINYIN = re.compile(f"{_INITIAL}[aeiouv]++(?:{_CODA}{_INITIAL}[aeiouv]++)*+{_CODA}")
 _ROMAJI = re.compile(
     "(?:(?:[kstpcg](?=[kstpcg]))?(?:[kgnhbpmr]y|sh|ch|ts|[kgsztdnhbpmyrwjf])?[aiueo]"
-    "|n(?![aiueoy]))+"
+    "|n(?![aiueoy]))++"
 )
 _LATIN_WORD = re.compile("[a-z]{2,}")
 
