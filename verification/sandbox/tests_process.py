@@ -60,7 +60,8 @@ def run_tests(job_json: bytes, connection: int, report: int) -> None:
             "is_gone": link.is_gone,
             "has_failed_inside": link.has_failed_inside,
             "ended_by": ended_by,
-            "message": message[:500],
+            # A lone surrogate of the solution's text is no JSON for the reader of the report.
+            "message": message[:500].encode("utf-8", "replace").decode(),
         }
     )
     _end_process(0)

@@ -337,6 +337,8 @@ ATTACKS = [
     Row("deep and huge", "assert f(1) == [1]", ["def f(x): return [1]"],
         ["def f(x):\n    r = []\n    for _ in range(10**5): r = [r]\n    return r",
          "def f(x): return [0] * 10**8", "def f(x): return 10**10**7"]),
+    Row("text that is no UTF-8", "assert f(1) == 2, f(1)", [ADD],
+        ["def f(x): raise ValueError('\\ud800')", "def f(x): return '\\ud800'"]),
     Row("standard input", "import sys\nassert f(1) == 2 and sys.stdin.read() == ''", [ADD],
         ["import os\nos.write(0, b'x')\ndef f(x): return 3"]),
     Row("assertion in an argument", "def g(x):\n    assert x == 2\n    return x\n"
