@@ -114,7 +114,7 @@ class LanguageVerdict(NamedTuple):
 def check_language(
     *,
     problem: str,
-    thoughts: str,
+    thoughts: str | None,
     answer: str,
     target: str = "",
     min_confidence: float = MIN_CONFIDENCE,
@@ -128,6 +128,8 @@ def check_language(
     - Thoughts that are too short or not recognised give "language_unknown".
     - An answer that is too short, as a mere formula is, is left out. A longer one that is not
       recognised gives "language_unknown".
+    - Without thoughts by the form of the response (None) the answer alone is judged, and then a
+      short one gives "language_unknown".
 
     Raises GradingError for a target that the classifier does not know.
     """
@@ -135,14 +137,16 @@ def check_language(
     if not wanted:
         return LanguageVerdict(False, "language_unknown")
     quotable = f" {strip_for_language(problem)} "
-    views = {
-        "thoughts": _compare(read_prose(thoughts), wanted, min_confidence, quotable),
-        "answer": _compare(read_prose(answer, is_answer=True), wanted, min_confidence, quotable),
-    }
+    answered = _compare(read_prose(answer, is_answer=True), wanted, min_confidence, quotable)
+    views = {"answer": answered}
+    if thoughts is not None:
+        thought = _compare(read_prose(thoughts), wanted, min_confidence, quotable)
+        views = {"thoughts": thought, "answer": answered}
     for part, view in views.items():
         if view == "differs":
             return LanguageVerdict(False, f"language_mismatch:{part}")
-    if views["thoughts"] == "agrees" and views["answer"] in ("agrees", "short"):
+    is_told = answered == "agrees" or (thoughts is not None and answered == "short")
+    if is_told and views.get("thoughts", "agrees") == "agrees":
         return LanguageVerdict(True, "consistent")
     return LanguageVerdict(False, "language_unknown")
 

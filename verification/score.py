@@ -133,9 +133,13 @@ def _judged(verdict: Verdict, rules: RewardRules) -> Finding:
 
 def _judge_language(question: Question, rules: RewardRules) -> Finding:
     request, checked = question.request, question.checked
+    format_check = rules.task(request.task).format_check
+    has_thoughts = format_check.startswith("think") and not rules.tags.is_closed_by(
+        request.prompt_tail
+    )
     found = language.check_language(
         problem=request.problem,
-        thoughts=checked.thoughts,
+        thoughts=checked.thoughts if has_thoughts or checked.thoughts.strip() else None,
         answer=checked.final,
         target=request.language,
         min_confidence=rules.reward.language_confidence,
