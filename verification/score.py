@@ -47,9 +47,6 @@ def screen(request: ScoreRequest, rules: RewardRules) -> Score | Draft:
         return _refused(request, checked)
     steps = rules.reward.steps_of(request.task)
     draft = Draft(request, checked, steps, Finding(_basic_parts(request, rules)))
-    # A user's function is not loaded here.
-    if ":" in task.compare:
-        return draft
     verdict = find_comparison(task.compare).quick(checked, request, rules)
     return draft if verdict is None else draft.add(_judged(verdict, rules))
 
