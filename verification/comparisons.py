@@ -11,7 +11,7 @@ import inspect
 import os
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import msgspec
 
@@ -221,13 +221,18 @@ COMPARISONS: dict[str, Comparison] = {
 
 @cache
 def find_comparison(name: str) -> Comparison:
-    """The comparison of a name or `package.module:function`; GradingError when there is none."""
+    """The comparison of a name or `package.module:function`; GradingError for an unknown name.
+
+    A user's function is loaded by `prepare` and `judge`, which run in grading processes alone.
+    """
     if name in COMPARISONS:
         return COMPARISONS[name]
-    function = load_function(name, key="reward.tasks.*.compare")
+    load = cache(partial(load_function, name, key="reward.tasks.*.compare"))
+    if ":" not in name:
+        load()
 
     def judge(checked: FormatResult, request: ScoreRequest, rules: RewardRules) -> Verdict:
-        is_right = call_function(function, name, checked.answer, request)
+        is_right = call_function(load(), name, checked.answer, request)
         if not isinstance(is_right, bool):
             raise GradingError(
                 f"{name!r} returned {describe_type(is_right)}, expected a bool: whether the answer "
@@ -235,7 +240,9 @@ def find_comparison(name: str) -> Comparison:
             )
         return CORRECT if is_right else WRONG
 
-    return Comparison(any_answer(judge, _undecided), equivalence=Equivalence(str, judge))
+    return Comparison(
+        any_answer(judge, _undecided), prepare=load, equivalence=Equivalence(str, judge)
+    )
 
 
 def call_function(function: Callable[..., object], name: str, *arguments: object) -> object:

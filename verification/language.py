@@ -81,14 +81,14 @@ MIN_SYLLABIC_WORDS = 5
 MIN_SYLLABIC_SHARE = 0.9
 """Share of the words that must be made of the syllables."""
 
-_PINYIN = re.compile(
-    "(?:(?:zh|ch|sh|[bpmfdtnlgkhjqxrzcsyw])?"
-    "(?:[iu]ang|iong|[aeio]ng|iao|ian|uai|uan|[aeiou]i|[aeiou]o|[aeiuv]n|er|i[ae]|[uv][aeo]|iu"
-    "|[aeiouv]))+"
-)
+# Each word has one reading: runs of vowels, and between two runs the end of a syllable, the start
+# of one, or both. A pattern of whole syllables would try 2^n readings of a long word.
+_INITIAL = "(?:zh|ch|sh|[bpmfdtnlgkhjqxrzcsyw])?"
+_CODA = "(?:(?<=[aeio])ng|(?<=[aeiuv])n|(?<=e)r)?"
+_PINYIN = re.compile(f"{_INITIAL}[aeiouv]++(?:{_CODA}{_INITIAL}[aeiouv]++)*+{_CODA}")
 _ROMAJI = re.compile(
     "(?:(?:[kstpcg](?=[kstpcg]))?(?:[kgnhbpmr]y|sh|ch|ts|[kgsztdnhbpmyrwjf])?[aiueo]"
-    "|n(?![aiueoy]))+"
+    "|n(?![aiueoy]))++"
 )
 _LATIN_WORD = re.compile("[a-z]{2,}")
 
@@ -114,7 +114,7 @@ class LanguageVerdict(NamedTuple):
 def check_language(
     *,
     problem: str,
-    thoughts: str,
+    thoughts: str | None,
     answer: str,
     target: str = "",
     min_confidence: float = MIN_CONFIDENCE,
@@ -128,6 +128,8 @@ def check_language(
     - Thoughts that are too short or not recognised give "language_unknown".
     - An answer that is too short, as a mere formula is, is left out. A longer one that is not
       recognised gives "language_unknown".
+    - Without thoughts by the form of the response (None) the answer alone is judged, and then a
+      short one gives "language_unknown".
 
     Raises GradingError for a target that the classifier does not know.
     """
@@ -135,14 +137,16 @@ def check_language(
     if not wanted:
         return LanguageVerdict(False, "language_unknown")
     quotable = f" {strip_for_language(problem)} "
-    views = {
-        "thoughts": _compare(read_prose(thoughts), wanted, min_confidence, quotable),
-        "answer": _compare(read_prose(answer, is_answer=True), wanted, min_confidence, quotable),
-    }
+    answered = _compare(read_prose(answer, is_answer=True), wanted, min_confidence, quotable)
+    views = {"answer": answered}
+    if thoughts is not None:
+        thought = _compare(read_prose(thoughts), wanted, min_confidence, quotable)
+        views = {"thoughts": thought, "answer": answered}
     for part, view in views.items():
         if view == "differs":
             return LanguageVerdict(False, f"language_mismatch:{part}")
-    if views["thoughts"] == "agrees" and views["answer"] in ("agrees", "short"):
+    is_told = answered == "agrees" or (thoughts is not None and answered == "short")
+    if is_told and views.get("thoughts", "agrees") == "agrees":
         return LanguageVerdict(True, "consistent")
     return LanguageVerdict(False, "language_unknown")
 

@@ -47,9 +47,6 @@ def screen(request: ScoreRequest, rules: RewardRules) -> Score | Draft:
         return _refused(request, checked)
     steps = rules.reward.steps_of(request.task)
     draft = Draft(request, checked, steps, Finding(_basic_parts(request, rules)))
-    # A user's function is not loaded here.
-    if ":" in task.compare:
-        return draft
     verdict = find_comparison(task.compare).quick(checked, request, rules)
     return draft if verdict is None else draft.add(_judged(verdict, rules))
 
@@ -133,9 +130,13 @@ def _judged(verdict: Verdict, rules: RewardRules) -> Finding:
 
 def _judge_language(question: Question, rules: RewardRules) -> Finding:
     request, checked = question.request, question.checked
+    format_check = rules.task(request.task).format_check
+    has_thoughts = format_check.startswith("think") and not rules.tags.is_closed_by(
+        request.prompt_tail
+    )
     found = language.check_language(
         problem=request.problem,
-        thoughts=checked.thoughts,
+        thoughts=checked.thoughts if has_thoughts or checked.thoughts.strip() else None,
         answer=checked.final,
         target=request.language,
         min_confidence=rules.reward.language_confidence,

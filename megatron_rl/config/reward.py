@@ -263,6 +263,13 @@ class RewardConfig(Section):
                     f"reward.extra {extra.name!r} names unknown tasks {unknown}; known are "
                     f"{sorted(self.all_tasks)}"
                 )
+            for name in extra.tasks:
+                if self.all_tasks[name].is_decided_by_environment:
+                    raise ValueError(
+                        f"reward.extra {extra.name!r} names the task {name!r}, whose environment "
+                        "decides the whole reward: leave the task out, or set "
+                        f"reward.tasks.{name}.compare"
+                    )
         return self
 
 

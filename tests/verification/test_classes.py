@@ -1,10 +1,12 @@
 """Classes of answers: the clustering by itself, then with comparisons in real grading processes."""
 
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
+from pathlib import Path
 
 import pytest
 
@@ -247,3 +249,18 @@ def test_many_quick_comparisons_hold_up_no_other_request() -> None:
 def test_an_unknown_task_is_refused() -> None:
     with desk_of() as (desk, _), pytest.raises(GradingError, match="unknown task 'no_such'"):
         desk.take(request(["a"], task="no_such"))
+
+
+def test_a_comparison_of_the_users_own_is_never_loaded_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_comparison.py").write_text("def same(answer, request):\n    return True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    rules = make_rules(tasks={"mine": TaskConfig(compare="own_comparison:same")})
+    with Pool(VerifierConfig(), rules) as pool:
+        desk = ClassDesk(pool, rules, answer_within_s=600.0)
+        desk.take(request(["a", "b"], task="mine"))
+        [found] = finish(desk, pool).values()
+    # A grading process has loaded it.
+    assert found == ClassDone(0, [0, 0])
+    assert "own_comparison" not in sys.modules

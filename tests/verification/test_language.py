@@ -1,5 +1,7 @@
+import itertools
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -284,6 +286,24 @@ def test_windows_cover_a_text_that_is_not_long() -> None:
     windows = language._windows([" ".join(words[:300]), " ".join(words[300:])])
     assert " ".join(windows).split() == words
     assert all(count_letters(window) >= language.MIN_LETTERS for window in windows)
+
+
+def test_readings_of_syllables_are_those_of_a_list_of_syllables() -> None:
+    pinyin = re.compile(
+        "(?:(?:zh|ch|sh|[bpmfdtnlgkhjqxrzcsyw])?"
+        "(?:[iu]ang|iong|[aeio]ng|iao|ian|uai|uan|[aeiou]i|[aeiou]o|[aeiuv]n|er|i[ae]|[uv][aeo]"
+        "|iu|[aeiouv]))+"
+    )
+    for letters in ("aeoungr", "iozhvgn"):
+        for word in map("".join, itertools.product(letters, repeat=5)):
+            assert bool(language._PINYIN.fullmatch(word)) == bool(pinyin.fullmatch(word)), word
+
+
+@pytest.mark.parametrize("word", ["n" + "o" * 60 + "t", "tsu" * 40 + "x", "ao" * 40 + "m"])
+def test_a_long_word_costs_no_answer_its_language(word: str) -> None:
+    start = time.process_time()
+    assert not language._is_romanised(f"{word} but we are right")
+    assert time.process_time() - start < 0.5
 
 
 HOSTILE = [

@@ -241,3 +241,22 @@ def test_wrong_answer_in_the_right_language_earns_the_language_part() -> None:
     text = f"<think>{THOUGHTS['fr']}</think>\\boxed{{8}}"
     found = score(make_request(text, problem=FRENCH), make_rules(language=0.1))
     assert math.isclose(found.reward, 0.2) and not found.is_correct
+
+
+@pytest.mark.parametrize(
+    ("text", "tail", "form", "earned"),
+    [
+        (f"{FRENCH} \\boxed{{7}}", "", "box", 0.1),
+        ("Three plus four equals seven, which is an odd number. \\boxed{7}", "", "box", 0.0),
+        ("\\boxed{7}", "", "box", 0.0),
+        (f"{FRENCH} \\boxed{{7}}", "<think>\n\n</think>\n\n", "think_box", 0.1),
+        (f"<think>\n</think>{FRENCH} \\boxed{{7}}", "", "think_box", 0.0),
+    ],
+)
+def test_an_answer_alone_earns_the_language_part_where_the_form_has_no_thoughts(
+    text: str, tail: str, form: str, earned: float
+) -> None:
+    rules = make_rules(language=0.1, tasks={"math": {"compare": "math", "format_check": form}})
+    found = score(make_request(text, problem=FRENCH, prompt_tail=tail), rules)
+    assert found.is_correct
+    assert found.parts["language"] == earned

@@ -62,3 +62,15 @@ def test_extra_rewards_have_names_of_their_own_and_known_tasks() -> None:
         RewardConfig(extra=[ExtraReward(name="length", function="a:b")])
     with pytest.raises(ValueError, match="names unknown tasks \\['maths'\\]"):
         RewardConfig(extra=[ExtraReward(name="bonus", function="a:b", tasks=["maths"])])
+
+
+def test_an_environment_that_decides_leaves_no_room_for_an_extra_reward() -> None:
+    judged = TaskConfig(environment="m:e", compare="math")
+    tasks = {"game": TaskConfig(environment="m:e"), "judged": judged}
+    extra = ExtraReward(name="bonus", function="a:b", tasks=["game"])
+    with pytest.raises(ValueError, match="'game', whose environment decides the whole reward"):
+        RewardConfig(tasks=tasks, extra=[extra])
+    for names in (["judged"], []):
+        bonus = extra.model_copy(update={"tasks": names})
+        steps = RewardConfig(tasks=tasks, extra=[bonus]).steps_of("judged")
+        assert [step.kind for step in steps] == ["judge", "extras"]

@@ -117,7 +117,7 @@ def grade(
             return verdict
         if calls and verdict.is_correct:
             passed = total
-        elif calls:
+        elif len(calls) > 1:
             passed = _count_calls(sandbox, source, tests, calls=calls, limits=own)
     return verdict._replace(tests=(passed, total))
 

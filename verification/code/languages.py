@@ -40,9 +40,8 @@ class Language(NamedTuple):
 _GCC = ("g++", "-std=c++20", "-O2", "-pipe", "-o", "solution", "solution.cpp")
 
 LANGUAGES: dict[str, Language] = {
-    "python": Language(
-        tags=("python", "py", "pypy", "cpython"), versions=r"3(\.?\d+)*|3\.x"
-    ),
+    # One digit a turn: with \d+ the time would double with each digit of a tag.
+    "python": Language(("python", "py", "pypy", "cpython"), versions=r"3(?:\.?\d)*|3\.x"),
     "cpp": Language(
         ("cpp", "c++", "cc", "cxx", "g++", "gnu++", "cplusplus"),
         r"98|03|0x|11|14|1y|17|1z|20|2a|23|2b|26",

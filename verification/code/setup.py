@@ -83,11 +83,14 @@ def with_own_limits(limits: CodeLimits, tests: CodeTests) -> CodeLimits:
         limits = msgspec.structs.replace(limits, test_memory_bytes=memory)
     if tests.time_s is None:
         return limits
-    # Calls run once more together, and unit tests once beside the cases.
-    fitting = int(limits.cases * limits.test_s / tests.time_s) - is_called(tests)
+    runs = int(limits.cases * limits.test_s / tests.time_s)
+    # Unit tests run once beside the cases; several calls run once more together.
+    beside = bool(tests.cases) if tests.unit_tests else is_called(tests) and runs > 1
+    fitting = runs - beside
     if fitting < 1:
+        both = "; its unit tests and a case are two" if runs else ""
         raise GradingError(
-            f"a test may take {tests.time_s:g} s by its problem, and all tests of a program "
+            f"a test may take {tests.time_s:g} s by its problem{both}, and all tests of a program "
             f"{limits.cases * limits.test_s:g} s: raise reward.tests_per_problem or reward.test_s"
         )
     return msgspec.structs.replace(limits, test_s=tests.time_s, cases=min(limits.cases, fitting))

@@ -186,6 +186,8 @@ class _Reader:
         for name, node in self._definitions.items():
             if not isinstance(node, _FUNCTIONS) or _is_fixture(node) or self._is_used(name):
                 continue
+            if name in used_names.HOOKS:
+                continue
             is_reaching = self._reaches(node, set())
             is_named = name.startswith("test") and not name.startswith("testing")
             if not is_reaching and not is_named:
@@ -217,7 +219,8 @@ class _Reader:
         """Whether the tests can call the solution."""
         classes = [n for n in self._definitions.values() if isinstance(n, ast.ClassDef)]
         roots: list[ast.AST] = [*self._statements, *filter(self._is_test_class, classes)]
-        roots += [self._definitions[name] for name in functions]
+        called = [*functions, *(used_names.SET_UPS & self._definitions.keys())]
+        roots += [self._definitions[name] for name in called]
         seen: set[str] = set()
         return any(self._reaches(root, seen) for root in roots)
 
@@ -249,7 +252,7 @@ class _Reader:
 
     def _calls(self, node: ast.AST) -> bool:
         """Whether a part calls the solution itself, or passes it to a function."""
-        pairs = list(_with_parents(node))
+        pairs = list(used_names.with_parents(node))
         if any(self._is_calling_use(*pair) for pair in pairs):
             return True
         if not isinstance(node, _FUNCTIONS) or self._is_used(node.name):
@@ -313,15 +316,7 @@ def _names(node: ast.AST) -> set[str]:
 
 def _is_fixture(node: ast.AST) -> bool:
     decorators = getattr(node, "decorator_list", [])
-    return any("fixture" in ast.unparse(decorator) for decorator in decorators)
-
-
-def _with_parents(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST | None]]:
-    stack: list[tuple[ast.AST, ast.AST | None]] = [(node, None)]
-    while stack:
-        child, parent = stack.pop()
-        yield child, parent
-        stack += [(inner, child) for inner in ast.iter_child_nodes(child)]
+    return any(used_names.name_of(getattr(one, "func", one)) == "fixture" for one in decorators)
 
 
 def _reading_lines(tree: ast.Module, callees: set[str]) -> Iterator[int]:

@@ -17,6 +17,9 @@ BUILTIN_NAMES = frozenset(dir(builtins)) | {"exit", "quit", "__file__", "__path_
 PYTEST_FIXTURES = frozenset(
     "caplog monkeypatch tmp_path tmpdir request mocker recwarn benchmark".split()
 )
+SET_UPS = frozenset("setup_module setUpModule setup_function".split())
+HOOKS = SET_UPS | frozenset("teardown_module tearDownModule teardown_function".split())
+"""Functions that pytest calls by their names, before and after tests."""
 # Names of the solution's module in data sets.
 _SOLUTION_MODULES = frozenset(
     "solution solutions submission candidate answer your_module my_module main module "
@@ -145,6 +148,25 @@ def _unsafe_use(tree: ast.AST) -> str:
             return f"line {node.lineno} uses pytest.mark.{name}, which is not supported"
         if name == "expectedFailure":
             return "they expect a failure, which any wrong solution has"
+    return _unsupported_pytest(tree)
+
+
+def _unsupported_pytest(tree: ast.AST) -> str:
+    """A use of pytest that the sandbox would pass over; empty for none."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and "pytestmark" in map(name_of, node.targets):
+            marks = {name_of(inner) for inner in ast.walk(node.value)}
+            if not marks.isdisjoint(stand_ins.OBEYED_MARKS):
+                return f"line {node.lineno} sets pytestmark, which the sandbox does not read"
+        if not isinstance(node, ast.Call):
+            continue
+        given = {one.arg: one.value for one in node.keywords}
+        if name_of(node.func) == "fixture" and "name" in given:
+            return f"line {node.lineno} gives a fixture another name, which is not supported"
+        indirect = given.get("indirect")
+        is_off = isinstance(indirect, ast.Constant) and indirect.value is False
+        if name_of(node.func) == "parametrize" and indirect is not None and not is_off:
+            return f"line {node.lineno} uses parametrize with indirect, which is not supported"
     return ""
 
 
@@ -166,6 +188,15 @@ def captures_output(source: str) -> bool:
 def name_of(node: ast.AST) -> str:
     """Last part of a dotted name."""
     return getattr(node, "id", "") or getattr(node, "attr", "")
+
+
+def with_parents(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST | None]]:
+    """All nodes of a tree, each with its parent."""
+    stack: list[tuple[ast.AST, ast.AST | None]] = [(node, None)]
+    while stack:
+        child, parent = stack.pop()
+        yield child, parent
+        stack += [(inner, child) for inner in ast.iter_child_nodes(child)]
 
 
 def _undefined_name(source: str, tree: ast.AST, provided: set[str]) -> str:

@@ -58,11 +58,14 @@ _PLAIN_COMMANDS = {f"\\{char}" for char in "{}(),;!%$"} | {
     "leq geq in infty cup cap pm circ sin cos tan ln log theta alpha beta mathbb begin end ne "
     "neq angle binom overline emptyset approx lambda".split()
 }
+# Possessive here and below: a space or a digit could belong to either of two turns of a repetition,
+# and an answer of 40 such places would be tried in 2^40 ways.
 # 1,\\! 234, as no list is spaced; "1, 234" are two numbers.
 _TIGHT = r"(?:\\!|\\negthinspace(?![A-Za-z]) ?)"
 _GROUPED = re.compile(
-    rf"(?<![0-9.,])[1-9][0-9]{{0,2}}(?:(?: ?{_TIGHT}{{0,2}}\{{ ?, ?\}}(?:{_TIGHT}|\\[,:;]|[ {{}}])*"
-    rf"| ?,(?: ?{_TIGHT} ?){{1,2}}|{_TIGHT},(?:{_TIGHT}| )*)[0-9]{{3}}(?![0-9])){{1,9}}"
+    rf"(?<![0-9.,])[1-9][0-9]{{0,2}}(?:"
+    rf"(?: ?{_TIGHT}{{0,2}}\{{ ?, ?\}}(?:{_TIGHT}|\\[,:;]|[ {{}}])*+"
+    rf"| ?,(?: ?{_TIGHT} ?){{1,2}}|{_TIGHT},(?:{_TIGHT}| )*+)[0-9]{{3}}(?![0-9])){{1,9}}"
 )
 _NOT_OF_NUMBER = re.compile(r"negthinspace|[^0-9]")
 
@@ -120,8 +123,10 @@ _SIDE = re.compile(
     r"|\\(?:mathrm|mbox|cdot|times|div|pm|mp|to|cup|cap|le|ge|ne|approx|equiv|implies|iff|in|mid|[Rr]ightarrow|Longrightarrow|Leftrightarrow|leq|geq|neq|lor|land|vee|wedge|circ)(?![A-Za-z]))"
     r"[A-Za-z0-9\\|(][^=<>,;&\n]{0,80}?=(?!=)"
 )
-_NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]+)?(?:/[0-9]+)?|\\[dt]?frac(?:\{[0-9]+\}\{[0-9]+\}|[0-9]{2}))"
-_VALUES = re.compile(rf"(?:{_NUMBER}|[\s,;]){{1,40}}")
+_NUMBER = (
+    r"[-+]?(?:[0-9]++(?:\.[0-9]++)?(?:/[0-9]++)?|\\[dt]?frac(?:\{[0-9]+\}\{[0-9]+\}|[0-9]{2}))"
+)
+_VALUES = re.compile(rf"(?:{_NUMBER}|[\s,;]){{1,40}}+")
 _OPEN_END = re.compile(r"(?:[-+*/=<>,;:&^_|(]|\\[A-Za-z]+|(?<![A-Za-z])(?:or|and))$")
 # Before a space alone: `A=\frac12 b h=6` is one chain.
 _STATED_NUMBER = re.compile(r"=(?:[-+0-9.,/*{} ()^_$]|\\(?:[dt]?frac|sqrt)(?![A-Za-z])){1,60}$")
@@ -205,7 +210,7 @@ _EXCEPT = re.compile(
     r" *(?:except|excluding|other than|besides) (?:for )?(?:when )?(?P<rest>.{1,80})",
     re.DOTALL,
 )
-_EXCLUDED = re.compile(r"(?:[a-z] ?= ?)?((?:[-+0-9./^{} ]|\\(?:frac|sqrt|pm|pi) ?){1,30})")
+_EXCLUDED = re.compile(r"(?:[a-z] ?= ?)?((?:[-+0-9./^{} ]|\\(?:frac|sqrt|pm|pi) ?){1,30}+)")
 _SEPARATOR = re.compile(r",? and | or |,")
 _FOR_ALL = re.compile(
     r"(?P<function>[fgh]\(x\) ?=[^\\,;]{1,80}?|[fgh]\(x\) ?=(?:(?!\\text|\\forall).){1,80}?) ?,? ?"

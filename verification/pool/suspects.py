@@ -105,6 +105,8 @@ class Suspects:
             is_alone = not is_busy and not self.processes
             if len(self.processes) < self._cfg.workers and (is_alone or not item.needs_quiet):
                 yield self._retry(item)
+                if item.needs_quiet:
+                    return
 
     def _choose(self, now: float) -> Iterator[tuple[GradingProcess, Item]]:
         # No more than there is room for: an item that cannot start would waste its turn.

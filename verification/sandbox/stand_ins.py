@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 NAMES = frozenset("approx fail fixture main mark param raises skip".split())
-MARKS = frozenset("parametrize skip asyncio timeout slow usefixtures".split())
+OBEYED_MARKS = frozenset("parametrize skip usefixtures".split())
+MARKS = OBEYED_MARKS | frozenset("asyncio timeout slow".split())
 
 
 class Skipped(Exception):
@@ -38,6 +39,7 @@ class Approximately:
         self._expected = expected
         self._relative = 1e-6 if rel is None and abs is None else rel or 0.0
         self._absolute = 1e-12 if abs is None else abs
+        self._accepts_nan = nan_ok
 
     def __eq__(self, given: object) -> bool:
         return self._is_near(given, self._expected)
@@ -51,6 +53,8 @@ class Approximately:
             return isinstance(given, list | tuple) and len(given) == len(expected) and all(
                 map(self._is_near, given, expected)
             )  # fmt: skip
+        if self._accepts_nan and isinstance(expected, float) and math.isnan(expected):
+            return isinstance(given, float) and math.isnan(given)
         try:
             if math.isinf(expected) or given == expected:
                 return bool(given == expected)
@@ -96,8 +100,51 @@ class Raises:
 class Parameters:
     """`pytest.param`."""
 
-    def __init__(self, *values: Any, **more: Any) -> None:
+    def __init__(self, *values: Any, marks: Any = (), **more: Any) -> None:
         self.values = values
+        marks = marks if isinstance(marks, list | tuple | set) else [marks]
+        self.is_skipped = any(isinstance(mark, SkipMark) for mark in marks)
+
+
+class SkipMark:
+    """`pytest.mark.skip`, bare or with a reason: of a function, a class or a row of parameters."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        if not (arguments and callable(arguments[0])):
+            return self
+        # unittest's own name, so that both kinds of tests honour both kinds of marks.
+        arguments[0].__unittest_skip__ = True
+        arguments[0].__unittest_skip_why__ = ""
+        return arguments[0]
+
+
+def _kept(rows: Iterable[Any]) -> list[Any]:
+    """The rows without a mark that skips them."""
+    return [row for row in rows if not (isinstance(row, Parameters) and row.is_skipped)]
+
+
+def _mark_of(test: Any, name: str, default: Any) -> Any:
+    """What a decorator of the tests left on a function or class of the tests."""
+    kinds = (types.FunctionType, types.MethodType)
+    # Anything else may be the solution's, which would answer as it likes.
+    is_own = type(test) in kinds or issubclass(type(test), type)
+    return getattr(test, name, default) if is_own else default
+
+
+def _marks_of(test: Any, name: str) -> list[Any]:
+    """What decorators left on a test and on its class."""
+    owner = type(getattr(test, "__self__", None)) if type(test) is types.MethodType else None
+    return [*_mark_of(owner, name, []), *_mark_of(test, name, [])]
+
+
+def is_skipped(test: Any) -> bool:
+    """Whether a mark skips a function or class."""
+    return bool(_mark_of(test, "__unittest_skip__", False))
+
+
+def used_fixtures(test: Any) -> list[str]:
+    """Names of fixtures that `usefixtures` demands for a test or for its class."""
+    return _marks_of(test, "used_fixtures")
 
 
 def _cells(row: Any, count: int) -> tuple[Any, ...]:
@@ -111,7 +158,8 @@ def _parametrize(names: Any, values: Any, **more: Any) -> Callable[[Any], Any]:
     split = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
     def decorate(function: Any) -> Any:
-        rows = [dict(zip(split, _cells(row, len(split)), strict=True)) for row in values]
+        cells = [_cells(row, len(split)) for row in _kept(values)]
+        rows = [dict(zip(split, row, strict=True)) for row in cells]
         function.parameter_rows = [*getattr(function, "parameter_rows", []), rows]
         return function
 
@@ -123,12 +171,21 @@ def _mark(*arguments: Any, **keywords: Any) -> Any:
     return arguments[0] if is_bare else lambda function: function
 
 
+def _use_fixtures(*names: str) -> Callable[[Any], Any]:
+    def decorate(test: Any) -> Any:
+        test.used_fixtures = [*getattr(test, "used_fixtures", []), *names]
+        return test
+
+    return decorate
+
+
 def _fixture(*arguments: Any, **keywords: Any) -> Any:
     def decorate(function: Any) -> Any:
         rows = keywords.get("params")
         function.is_fixture = True
         function.is_autouse = bool(keywords.get("autouse"))
-        function.fixture_rows = rows and [_cells(row, 1)[0] for row in rows]
+        function.fixture_rows = None if rows is None else [_cells(row, 1)[0] for row in _kept(rows)]
+        function.scope = keywords.get("scope", "function")
         return function
 
     return decorate(arguments[0]) if arguments and callable(arguments[0]) else decorate
@@ -146,7 +203,7 @@ def make_pytest() -> types.ModuleType:
     """The module `pytest`."""
     module = types.ModuleType("pytest")
     mark = types.SimpleNamespace(**dict.fromkeys(MARKS, _mark))
-    mark.parametrize = _parametrize
+    mark.parametrize, mark.usefixtures, mark.skip = _parametrize, _use_fixtures, SkipMark()
     module.__dict__.update(
         approx=Approximately, fail=_fail, fixture=_fixture, main=lambda *a, **k: 0, mark=mark,
         param=Parameters, raises=Raises, skip=_skip,
@@ -212,15 +269,22 @@ def autouse_names(fixtures: dict[str, Any]) -> list[str]:
     return [name for name, fixture in fixtures.items() if fixture.is_autouse]
 
 
-def runs_of(test: Any, fixtures: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """(arguments of `parametrize`, parameters by fixture) of each run of a test."""
-    needed = [*autouse_names(fixtures), *argument_names(test)]
+def with_inner(names: Iterable[str], fixtures: dict[str, Any]) -> list[str]:
+    """Names of fixtures and of the fixtures that these use in turn."""
+    needed = list(dict.fromkeys(names))
     for name in needed:
         # The list grows during the loop: fixtures use other fixtures.
         found = argument_names(fixtures[name]) if name in fixtures else []
         needed += [inner for inner in found if inner not in needed]
-    varied = [n for n in dict.fromkeys(needed) if n in fixtures and fixtures[n].fixture_rows]
-    tables = getattr(test, "parameter_rows", [])
+    return needed
+
+
+def runs_of(test: Any, fixtures: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """(arguments of `parametrize`, parameters by fixture) of each run of a test."""
+    own = [*autouse_names(fixtures), *used_fixtures(test), *argument_names(test)]
+    needed = with_inner(own, fixtures)
+    varied = [n for n in needed if n in fixtures and fixtures[n].fixture_rows is not None]
+    tables = _marks_of(test, "parameter_rows")
     for parameters in itertools.product(*(fixtures[name].fixture_rows for name in varied)):
         for rows in itertools.product(*tables):
             given = {name: value for row in rows for name, value in row.items()}

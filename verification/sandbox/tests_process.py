@@ -12,7 +12,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from verification.sandbox import package_values
 from verification.sandbox.call_proxy import SolutionGone, new_module
@@ -25,8 +25,11 @@ from verification.sandbox.stand_ins import (
     argument_names,
     autouse_names,
     find_fixtures,
+    is_skipped,
     make_pytest,
     runs_of,
+    used_fixtures,
+    with_inner,
 )
 
 _end_process = os._exit
@@ -60,7 +63,8 @@ def run_tests(job_json: bytes, connection: int, report: int) -> None:
             "is_gone": link.is_gone,
             "has_failed_inside": link.has_failed_inside,
             "ended_by": ended_by,
-            "message": message[:500],
+            # A lone surrogate of the solution's text is no JSON for the reader of the report.
+            "message": message[:500].encode("utf-8", "replace").decode(),
         }
     )
     _end_process(0)
@@ -91,7 +95,9 @@ class TestRun:
         self._candidate = link.make_remote(
             ENTRY, "callable", name, ["__call__"], [["solution", name]], None
         )
-        self._namespace = new_module("__main__").__dict__
+        self._module = new_module("__main__")
+        self._namespace = self._module.__dict__
+        self._shared = Shared({}, [])
         link.namespace = self._namespace
         self._own = {name: self._candidate, "candidate": self._candidate}
 
@@ -102,11 +108,17 @@ class TestRun:
         self._count(lambda: exec(code, self._namespace), self._job["has_module_tests"])
         self._namespace.update({name: self._candidate for name in self._job["replaced"]})
         fixtures = find_fixtures(self._namespace.items())
+        # unittest calls setUpModule itself, for its classes.
+        self._call_hook("setUpModule" if self._job["functions"] else "", self._module)
+        self._call_hook("setup_module", self._module)
         for name in self._job["functions"]:
             self._run_function(self._namespace[name], fixtures)
         for value in list(self._namespace.values()):
-            if issubclass(type(value), type) and value.__module__ == "__main__":
+            is_class = issubclass(type(value), type) and value.__module__ == "__main__"
+            if is_class and not is_skipped(value):
                 self._run_class(value, fixtures)
+        _end_all(self._shared.ends)
+        self._call_hook("teardown_module", self._module)
 
     def _prepare(self) -> None:
         """Set up the modules and names that the tests expect."""
@@ -157,9 +169,19 @@ class TestRun:
         self.tests_run += is_test
 
     def _run_function(self, function: Any, fixtures: dict[str, Any]) -> None:
+        if is_skipped(function):
+            return
         for given, parameters in runs_of(function, fixtures):
-            scene = Scene(self._candidate, fixtures, parameters)
+            self._call_hook("setup_function", function)
+            scene = Scene(self._candidate, fixtures, parameters, self._shared)
             self._count(functools.partial(scene.run, function, given))
+            self._call_hook("teardown_function", function)
+
+    def _call_hook(self, name: str, subject: Any) -> None:
+        """Call a function that pytest calls by its name, with the module or test if it asks."""
+        hook = self._namespace.get(name)
+        if type(hook) is types.FunctionType:
+            hook(*[subject][: len(argument_names(hook))])
 
     def _run_class(self, kind: type, fixtures: dict[str, Any]) -> None:
         unittest = sys.modules.get("unittest")
@@ -167,7 +189,8 @@ class TestRun:
             self._run_test_case(unittest, kind)
         elif kind.__name__.startswith("Test") and kind.__init__ is object.__init__:
             for name in dir(kind):
-                if name.startswith("test") and callable(getattr(kind, name)):
+                method = getattr(kind, name)
+                if name.startswith("test") and callable(method) and not is_skipped(method):
                     self._run_method(kind, name, fixtures)
 
     def _run_method(self, kind: type, name: str, fixtures: dict[str, Any]) -> None:
@@ -177,14 +200,14 @@ class TestRun:
             bound = {one: getattr(instance, one) for one in own}
             for before in ("setup_class", "setup_method", "setup"):
                 self._call_if_there(instance, before)
-            scene = Scene(self._candidate, fixtures | bound, parameters)
+            scene = Scene(self._candidate, fixtures | bound, parameters, self._shared)
             self._count(functools.partial(scene.run, getattr(instance, name), given))
             self._call_if_there(instance, "teardown_method")
 
     def _call_if_there(self, instance: Any, name: str) -> None:
         method = getattr(instance, name, None)
         if method is not None:
-            Scene(self._candidate, {}, {}).run(method, {})
+            Scene(self._candidate, {}, {}, self._shared).run(method, {})
 
     def _run_test_case(self, unittest: Any, kind: type) -> None:
         result = unittest.TestResult()
@@ -199,26 +222,42 @@ class TestRun:
         self.tests_run += result.testsRun - len(result.skipped)
 
 
-class Scene:
-    """One run of a test; makes each fixture once and ends it after the test."""
+class Shared(NamedTuple):
+    """Fixtures that several tests share."""
 
-    def __init__(self, candidate: Any, fixtures: dict[str, Any], rows: dict[str, Any]) -> None:
+    made: dict[Any, Any]
+    ends: list[types.GeneratorType]
+
+
+def _end_all(generators: list[types.GeneratorType]) -> None:
+    """Run the rest of fixtures, the last one first."""
+    for end in reversed(generators):
+        for _ in end:
+            pass
+
+
+class Scene:
+    """One run of a test; makes each fixture of its own once and ends it after the test."""
+
+    def __init__(
+        self, candidate: Any, fixtures: dict[str, Any], rows: dict[str, Any], shared: Shared
+    ) -> None:
         self._candidate = candidate
         self._fixtures = fixtures
         self._rows = rows
         """Parameters by fixture."""
-        self._made: dict[str, Any] = {}
-        self._ends: list[types.GeneratorType] = []
+        self._own, self._shared = Shared({}, []), shared
+        self._owner: type | None = None
+        """The test's class."""
         self._capture: Capture | None = None
 
     def run(self, test: Any, given: dict[str, Any]) -> None:
         """Run a test. Raises AssertionError when the test fails."""
-        for name in autouse_names(self._fixtures):
+        self._owner = type(test.__self__) if type(test) is types.MethodType else None
+        for name in (*autouse_names(self._fixtures), *used_fixtures(test)):
             self._value_of(name)
         value = self._call(test, given)
-        for end in reversed(self._ends):
-            for _ in end:
-                pass
+        _end_all(self._own.ends)
         if self._capture is not None:
             self._capture.end()
         if value is False:
@@ -232,14 +271,26 @@ class Scene:
             return self._capture
         if name not in self._fixtures:
             return self._candidate
-        if name not in self._made:
+        key, kept = self._place_of(name)
+        if key not in kept.made:
             request = types.SimpleNamespace(param=self._rows.get(name))
             value = self._call(self._fixtures[name], {"request": request})
             if isinstance(value, types.GeneratorType):
-                self._ends.append(value)
+                kept.ends.append(value)
                 value = next(value)
-            self._made[name] = value
-        return self._made[name]
+            kept.made[key] = value
+        return kept.made[key]
+
+    def _place_of(self, name: str) -> tuple[Any, Shared]:
+        """Where the value of a fixture is kept, by its scope."""
+        fixture = self._fixtures[name]
+        owner = self._owner if fixture.scope == "class" else None
+        if fixture.scope == "function" or (fixture.scope == "class" and owner is None):
+            return name, self._own
+        # It is made anew for other parameters of its own and of the fixtures that it uses.
+        inner = with_inner([name], self._fixtures)
+        rows = tuple(id(self._rows[one]) for one in inner if one in self._rows)
+        return (getattr(fixture, "__func__", fixture), owner, rows), self._shared
 
     def _call(self, function: Any, given: dict[str, Any]) -> Any:
         """Call a function of the tests with fixtures, or else the candidate, as arguments."""

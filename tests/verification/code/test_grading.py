@@ -318,10 +318,11 @@ def test_the_limits_of_a_problem_hold_for_its_tests(
 
 
 @pytest.mark.parametrize(
-    ("time_s", "cases", "calls"), [(None, 20, 20), (1, 20, 20), (4, 20, 19), (10, 8, 7), (40, 2, 1)]
+    ("time_s", "cases", "calls"),
+    [(None, 20, 20), (1, 20, 20), (4, 20, 19), (10, 8, 7), (40, 2, 1), (41, 1, 1), (60, 1, 1)],
 )
 def test_a_longer_limit_draws_fewer_tests(time_s: float | None, cases: int, calls: int) -> None:
-    """All tests together take at most 20 x 4 s of CPU time; calls run once more together."""
+    """All tests take at most 20 x 4 s of CPU time; several calls run once more together."""
     many = [Case(str(number), str(number)) for number in range(50)]
     tests = CodeTests(cases=many, time_s=time_s)
     found = with_own_limits(CodeLimits(), tests)
@@ -331,6 +332,16 @@ def test_a_longer_limit_draws_fewer_tests(time_s: float | None, cases: int, call
     drawn = draw_cases(tests, seed=5, most=found.cases)
     assert len(drawn) == cases
     assert set(drawn) <= set(draw_cases(tests, seed=5))
+
+
+def test_unit_tests_alone_may_take_all_the_time_and_leave_none_for_a_case() -> None:
+    tests = CodeTests(unit_tests="assert f(1) == 2", entry_point="f", time_s=60)
+    assert with_own_limits(CodeLimits(), tests).test_s == 60
+    both = msgspec.structs.replace(tests, cases=[Case("1", "2")])
+    with pytest.raises(GradingError, match="60 s by its problem; its unit tests and a case are"):
+        with_own_limits(CodeLimits(), both)
+    both = msgspec.structs.replace(both, time_s=40)
+    assert with_own_limits(CodeLimits(), both).cases == 1
 
 
 def test_a_limit_that_no_test_fits_is_refused_by_name() -> None:

@@ -149,6 +149,20 @@ def test_unknown_package_is_refused() -> None:
         ("from unittest.mock import patch\nwith patch('builtins.input'):\n    f(1)", "patch"),
         ("from unittest import mock\nwith mock.patch.object(f, 'x'):\n    f(1)", "patch"),
         ("import pytest\n@pytest.mark.weird\ndef test_a():\n    f(1)", "pytest.mark.weird"),
+        (
+            "import pytest\npytestmark = [pytest.mark.skip]\ndef test_a():\n    assert f(1)",
+            "line 2 sets pytestmark",
+        ),
+        (
+            "import pytest\n@pytest.fixture(name='x')\ndef g():\n    return 1\n"
+            "def test_a(x):\n    assert f(x)",
+            "line 2 gives a fixture another name",
+        ),
+        (
+            "import pytest\n@pytest.fixture\ndef x(request):\n    return request.param\n"
+            "@pytest.mark.parametrize('x', [1], indirect=['x'])\ndef test_a(x):\n    assert f(x)",
+            "line 5 uses parametrize with indirect",
+        ),
         ("import pytest\npytest.importorskip('x')\nf(1)", "pytest.importorskip"),
         ("from math import *\nassert sqroot(f(1))", "'sqroot', which nobody defines"),
     ],

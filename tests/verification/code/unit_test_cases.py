@@ -13,6 +13,7 @@ OS_EXIT = "import os\ndef f(*a): os._exit(0)"
 STOP = "def f(*a): raise StopIteration"
 
 
+PYTEST = "import pytest\n"
 PRINT = "def f(x): print(x + 1)"
 WRITE = "import sys\ndef f(x): sys.stdout.write(f'{x + 1}\\n')"
 BYTES = "import sys\ndef f(x): sys.stdout.buffer.write(b'%d\\n' % (x + 1))"
@@ -48,6 +49,32 @@ SHAPES = [
     Row("pytest parametrize", "import pytest\n@pytest.mark.parametrize('x,y', [(1, 2), "
         "pytest.param(3, 4, id='b')])\n@pytest.mark.parametrize('z', [0])\n"
         "def test_a(x, y, z):\n    assert f(x) == y + z", [ADD], [SUB, "def f(x): return 2"]),
+    Row("skipped tests and rows", f"{PYTEST}def test_a():\n    assert f(1) == 2\n"
+        "@pytest.mark.skip\ndef test_b():\n    assert f(1) == 0\n"
+        "@pytest.mark.skip(reason='x')\nclass TestC:\n    def test_c(self):\n"
+        "        assert f(1) == 0\nclass TestD:\n    @pytest.mark.skip('y')\n"
+        "    def test_d(self):\n        assert f(1) == 0\n@pytest.mark.parametrize('x', "
+        "[1, pytest.param(2, marks=pytest.mark.skip)])\ndef test_e(x):\n    assert f(x) == 2",
+        [ADD, "def f(x): return 2"], [SUB]),
+    Row("marks of a class", f"{PYTEST}S = []\n@pytest.fixture\ndef start():\n    S.append(1)\n"
+        "@pytest.mark.usefixtures('start')\n@pytest.mark.parametrize('a, b', [(1, 2), (2, 3)])\n"
+        "class TestF:\n    @pytest.mark.parametrize('c', [0, 1])\n"
+        "    def test_f(self, a, b, c):\n        assert f(a, c + 1) == b + c and S\n"
+        "@pytest.mark.usefixtures('start')\ndef test_g():\n    assert f(S[-1]) == 2",
+        [ADD], [SUB, "def f(x, y=1): return 2"]),
+    Row("functions that pytest calls", "S = []\ndef setup_module():\n    global n\n    n = f(1)\n"
+        "def setup_function():\n    S.append(n)\ndef teardown_function(function):\n"
+        "    S.clear()\ndef test_a():\n    assert S == [2]\ndef test_b():\n    assert S == [2]",
+        [ADD], [SUB]),
+    Row("fixtures of a scope", f"{PYTEST}@pytest.fixture(scope='module')\ndef m():\n"
+        "    return []\n@pytest.fixture(scope='class')\ndef c(m):\n    m.append(f(len(m)))\n"
+        "    yield m\n    assert m == [1, 2]\ndef test_a(m):\n    assert m == []\nclass TestB:\n"
+        "    def test_b(self, c):\n        assert c == [1]\n    def test_c(self, c):\n"
+        "        assert c == [1]\nclass TestD:\n    def test_d(self, c):\n"
+        "        assert c == [1, 2]", [ADD], [SUB, "def f(x): return 1"]),
+    Row("approx of NaN", f"{PYTEST}def test_a():\n"
+        "    assert f(1) == pytest.approx(float('nan'), nan_ok=True)",
+        ["def f(x): return float('nan')"], [ADD, NONE]),
     Row("output that is redirected", "import contextlib, io\ndef test_a():\n"
         "    out = io.StringIO()\n    with contextlib.redirect_stdout(out):\n        f(1)\n"
         "    assert out.getvalue() == '2\\n'", [PRINT, WRITE, BYTES], SILENT),
@@ -337,6 +364,8 @@ ATTACKS = [
     Row("deep and huge", "assert f(1) == [1]", ["def f(x): return [1]"],
         ["def f(x):\n    r = []\n    for _ in range(10**5): r = [r]\n    return r",
          "def f(x): return [0] * 10**8", "def f(x): return 10**10**7"]),
+    Row("text that is no UTF-8", "assert f(1) == 2, f(1)", [ADD],
+        ["def f(x): raise ValueError('\\ud800')", "def f(x): return '\\ud800'"]),
     Row("standard input", "import sys\nassert f(1) == 2 and sys.stdin.read() == ''", [ADD],
         ["import os\nos.write(0, b'x')\ndef f(x): return 3"]),
     Row("assertion in an argument", "def g(x):\n    assert x == 2\n    return x\n"

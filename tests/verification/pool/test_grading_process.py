@@ -7,8 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron_rl.config.reward import WorkerPoolConfig
+from tests.verification.requests import boxed, make_request
 from verification.comparisons import FORKED
-from verification.pool.grading_process import GradingProcess
+from verification.draft import Draft
+from verification.format import FormatResult
+from verification.pool.faults import HOST
+from verification.pool.grading_process import GradingProcess, Item
+from verification.pool.suspects import Suspects
 
 
 @pytest.fixture
@@ -16,6 +22,22 @@ def process() -> Iterator[GradingProcess]:
     ours, theirs = socket.socketpair()
     with ours, theirs, tempfile.TemporaryFile() as last_words:
         yield GradingProcess(0, ours, last_words)
+
+
+def test_an_item_that_must_run_alone_gets_no_company(process: GradingProcess) -> None:
+    draft = Draft(make_request(boxed("7")), FormatResult(answer="7"), ())
+    quiet = Item(0, draft, frozenset(), faults=[HOST])
+    other = Item(1, draft, frozenset())
+
+    def fork(item: Item) -> GradingProcess:
+        process.items.append(item)
+        return process
+
+    suspects = Suspects(WorkerPoolConfig(workers=4), fork, may_pause=False)
+    suspects.doubtful = [quiet, other]
+    assert [item for _, item in suspects.give_turns(0.0, is_busy=False)] == [quiet]
+    assert list(suspects.give_turns(0.0, is_busy=False)) == []
+    assert suspects.doubtful == [other]
 
 
 def dead_child() -> tuple[int, int]:
