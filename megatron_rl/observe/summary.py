@@ -19,10 +19,12 @@ from megatron_rl.protocol.metrics import (
     MAJ_AT,
     PASS_AT,
     RESUMED,
+    Interval,
     Row,
+    begin_of_loop,
+    find_stops,
+    overlap_s,
 )
-
-Interval = tuple[float, float]
 
 SFT_BASELINE_TEXT = (
     "instead of RL, the cold start continues, on the same SFT examples, for as much compute as RL "
@@ -205,8 +207,8 @@ def trainer_idle_fraction(rows: list[Row]) -> float | None:
         # A step's row is written at its end, after wait, update and sync.
         end = row["time"] - row.get("train/update_s", 0.0) - row.get("weight_sync/s", 0.0)
         wait = (end - row.get("wait/batch_s", 0.0), end)
-        waited += (wait[1] - wait[0]) - _overlap(wait, outside)
-    length = (loop[1] - loop[0]) - _overlap(loop, outside)
+        waited += (wait[1] - wait[0]) - overlap_s(wait, outside)
+    length = (loop[1] - loop[0]) - overlap_s(loop, outside)
     return min(1.0, max(0.0, waited / length)) if length > 0 else None
 
 
@@ -237,15 +239,7 @@ def _loop_interval(rows: list[Row]) -> Interval | None:
     synced = [row for row in rows if row.get("source") == "trainer" and "weight_sync/s" in row]
     if not steps or not synced:
         return None
-    return _begin_of_loop(synced[0]), steps[-1]["time"]
-
-
-def _begin_of_loop(first: Row) -> float:
-    """Time of the first weight sync; without a row for it, the first step's wait begins there."""
-    if "train/loss" not in first:
-        return float(first["time"])
-    parts = ("train/update_s", "weight_sync/s", "wait/batch_s")
-    return float(first["time"] - sum(first.get(part, 0.0) for part in parts))
+    return begin_of_loop(synced[0]), steps[-1]["time"]
 
 
 def _outside_intervals(rows: list[Row]) -> list[Interval]:
@@ -253,17 +247,9 @@ def _outside_intervals(rows: list[Row]) -> list[Interval]:
 
     They do not overlap, and are in order.
     """
-    found = [
+    found = find_stops(rows) + [
         (row["time"] - row["eval/seconds"], row["time"]) for row in rows if "eval/seconds" in row
     ]
-    last, stopped = None, None
-    for row in rows:
-        if RESUMED in row:
-            stopped = last
-        elif row.get("source") == "trainer" and "weight_sync/s" in row:
-            if stopped is not None:
-                found.append((stopped, _begin_of_loop(row)))
-            last, stopped = row["time"], None
     merged: list[Interval] = []
     for start, end in sorted(found):
         if merged and start <= merged[-1][1]:
@@ -271,11 +257,6 @@ def _outside_intervals(rows: list[Row]) -> list[Interval]:
         else:
             merged.append((start, end))
     return merged
-
-
-def _overlap(interval: Interval, others: Iterable[Interval]) -> float:
-    """Seconds of the interval inside the others, which do not overlap."""
-    return sum(max(0.0, min(interval[1], end) - max(interval[0], start)) for start, end in others)
 
 
 def _values(rows: Iterable[Row], name: str) -> list[float]:
