@@ -221,7 +221,8 @@ def _check_groups(file: RolloutFile, records: list[RolloutRecord], audit: _Audit
             )
     for group, members in groups.items():
         place = f"{file.path}: group {group}"
-        indexes = [record.index for record in members]
+        # One that could not be graded is replaced under its index, and both may be dropped.
+        indexes = [record.index for record in members if record.reward is not None]
         is_one = len({record.prompt_id for record in members}) == 1
         findings.check("a group has one prompt", is_one, place)
         findings.check(
