@@ -320,18 +320,20 @@ def _tell_not_compared(audit: _Audit) -> None:
 def _check_evaluations(audit: _Audit) -> None:
     """Accuracies are means over prompts of the share of correct recorded samples."""
     graded: dict[str, dict[str, list[RolloutRecord]]] = {}
-    samples: dict[str, Counter[str]] = defaultdict(Counter)
+    samples: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for file in rollout_files(audit.run_dir):
         if file.step is None:
             of_prompt = graded.setdefault(file.label, defaultdict(list))
             for record in read_records(file.path):
-                samples[file.label][record.prompt_id] += 1
+                samples[file.label][record.prompt_id].add(record.index)
                 if record.reward is not None and not file.is_dropped:
                     of_prompt[record.prompt_id].append(record)
     # Only the last evaluation of a label is recorded.
     last = {row["label"]: row for row in audit.rows if is_number(row.get("eval/accuracy"))}
     for label, row in last.items():
-        found, counts = graded.get(label, {}), samples[label].values()
+        found = graded.get(label, {})
+        # Of a prompt without a verdict some samples may have come: eval/n does not count it.
+        counts = [len(samples[label][prompt]) for prompt in found]
         short = sum(count < max(counts) for count in counts)
         lacks = not found or short > 0 or (is_number(row["eval/n"]) and len(found) < row["eval/n"])
         text = f"eval_{label}.jsonl has {len(found)} of {row['eval/n']} prompts"

@@ -99,6 +99,24 @@ def test_a_replaced_completion_and_its_replacement_may_both_be_dropped(tmp_path:
     assert broken(audited(tmp_path)) == {"a group has each rollout once": 1}
 
 
+def test_an_evaluation_may_lose_a_problem_halfway(tmp_path: Path) -> None:
+    rules = {"prompts": 3, "samples": 4, "timeout_s": 8.5, "temperature": 1.0}
+    classes = lambda request: [0] * len(request.texts)  # noqa: E731
+    queue = PlayedQueue(tmp_path, lambda p, i: RIGHT, held_out=3, eval=rules, classify=classes)
+    (tmp_path / "config.toml").write_text(dump_toml(queue.config))
+    queue.start()
+    queue.play(14, is_slow=True)
+    folder = tmp_path / "rollouts"
+    lines = (folder / "eval_before.jsonl").read_text().splitlines(keepends=True)
+    lost = (folder / "dropped_eval_before.jsonl").read_text().splitlines()
+    # Two of three problems are whole, and the deadline ended the third one in its middle.
+    assert len(lines) == 8 and 0 < len(lost) < 4
+    assert not broken(audited(tmp_path))
+    for kept in (lines[:-1], lines[:4]):
+        (folder / "eval_before.jsonl").write_text("".join(kept))
+        assert broken(audited(tmp_path)) == {WHOLE: 1}
+
+
 def test_every_figure_of_a_step_is_compared(run_dir: Path) -> None:
     step = step_with_drops(run_dir)
     before = (run_dir / "metrics.jsonl").read_text()
