@@ -25,7 +25,7 @@ from megatron_rl.observe.audit_findings import ROUNDING, WHOLE, Findings, agree,
 from megatron_rl.observe.audit_summary import check_summary
 from megatron_rl.observe.missing_records import TRAINED, missing_steps, packed_text, step_file
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, PARTIAL, read_complete_mark
-from megatron_rl.protocol.metrics import Row, numbered_rows
+from megatron_rl.protocol.metrics import Row, numbered_rows, step_before
 from megatron_rl.protocol.rollout_files import (
     FOLDER,
     RecordedSpan,
@@ -138,15 +138,17 @@ def _check_steps(audit: _Audit) -> bool:
     """
     path = audit.run_dir / "metrics.jsonl"
     taken = [row["step"] for row in audit.rows if TRAINED in row]
-    last = max(taken, default=0)
-    lacking = sorted(set(range(1, last + 1)) - set(taken))
+    before = step_before(audit.rows)
+    last = max(taken, default=before)
+    lacking = sorted(set(range(before + 1, last + 1)) - set(taken))
     audit.findings.check(
-        "steps are taken once, in order, from 1",
-        taken == sorted(set(taken)) and min(taken, default=1) >= 1,
+        "steps are taken once, in order, from the first one",
+        taken == sorted(set(taken)) and all(step > before for step in taken),
         f"{path} has the steps {taken[:20]}...",
     )
     if lacking:
-        text = f"{path} has no row of {len(lacking)} of {last} steps, the first is {lacking[0]}"
+        of = last - before
+        text = f"{path} has no row of {len(lacking)} of {of} steps, the first is {lacking[0]}"
         audit.findings.check(WHOLE, False, f"{text}: lines are missing")
     if audit.has_ended:
         audit.findings.check(

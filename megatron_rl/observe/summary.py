@@ -24,6 +24,7 @@ from megatron_rl.protocol.metrics import (
     begin_of_loop,
     find_stops,
     overlap_s,
+    step_before,
 )
 
 SFT_BASELINE_TEXT = (
@@ -118,7 +119,7 @@ def summarize(given: Iterable[Row], facts: RunFacts) -> dict[str, Any]:
         "generator_idle_fraction": generator_idle_fraction(rows),
         "trainer_idle_fraction": trainer_idle_fraction(rows),
         "generator_restarts": int(sum(_values(rows, GENERATOR_RESTARTS))),
-        "resumes": sum(RESUMED in row for row in rows),
+        "resumes": sum(RESUMED in row for row in rows) - (step_before(rows) > 0),
         "wall_s": {phase: round(seconds, 1) for phase, seconds in facts.wall_s.items()},
         "hf_export": facts.hf_export,
     }

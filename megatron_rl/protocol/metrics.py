@@ -232,6 +232,15 @@ def _repeats(path: Path, end: int | None) -> Iterator[tuple[int, int, tuple[str,
             yield number, row[FIRST_STEP], ("trainer",)
 
 
+def step_before(rows: Iterable[Row]) -> int:
+    """The step after which a run begins: that of another run's checkpoint, or 0.
+
+    The launcher says so in the first row; a run that resumes itself has earlier ones.
+    """
+    first = next(iter(rows), {})
+    return int(first["step"]) if RESUMED in first and CONTINUED not in first else 0
+
+
 def find_stops(rows: Iterable[Row]) -> list[Interval]:
     """Times in which the run was stopped, in order: from the last row before a resume to the first
     weight sync after it."""

@@ -13,6 +13,8 @@ from megatron_rl.config.tree import Config
 from megatron_rl.observe.audit import audit_records
 from megatron_rl.observe.audit_findings import SHOWN, WHOLE, Findings
 from megatron_rl.observe.summary import RunFacts, summarize
+from megatron_rl.observe.summary_text import render_text
+from megatron_rl.protocol.metrics import RESUMED
 
 REWARDS = {"step_000000": [[1.0, 0.1], [0.1, 1.0]], "step_000001": [[1.0, 1.0], [0.1, 0.1]],
            "dropped_000001": [[1.0, 1.0]]}  # fmt: skip
@@ -111,6 +113,25 @@ def test_sound_records_hold(run_dir: Path) -> None:
     assert looked_at["accuracies match recorded completions"] == 5
     # 2 steps and the evaluation.
     assert looked_at[WHOLE] == 3
+
+
+def test_a_run_may_begin_at_a_checkpoint_of_another_one(run_dir: Path) -> None:
+    first = {"source": "launch", "time": 1.0, "step": 1, RESUMED: 1, "checkpoint": "x/step_000001"}
+    (run_dir / "rollouts" / "step_000000.jsonl").unlink()
+    rows = [first, *metrics()[1:]]
+    write(run_dir / "metrics.jsonl", rows)
+    facts = RunFacts(max_staleness=1, sampled_accuracy=(4 / 6, 4 / 6))
+    summary = summarize(rows, facts)
+    # It was started once.
+    assert (summary["steps"], summary["resumes"]) == (1, 0)
+    assert "starts" not in render_text(summary | {"wall_s": {"rl": 1.0}}, facts)
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    findings = audited(run_dir)
+    assert findings.is_sound, findings
+    # A resume from its own checkpoint comes after rows, and excuses no lost step.
+    write(run_dir / "metrics.jsonl", [metrics()[2] | {"step": 0, "label": "before"}, *rows])
+    text = audited(run_dir).rules[WHOLE].examples[0]
+    assert "no row of 1 of 2 steps, the first is 1" in text
 
 
 def test_versions_of_chats_that_waited_at_the_same_time_have_no_order(run_dir: Path) -> None:
