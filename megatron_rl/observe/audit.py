@@ -13,7 +13,6 @@ from pathlib import Path
 from megatron_rl.cli.command_line.printing import Report
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_run
-from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.observe.audit_figures import (
     are_from_records,
@@ -23,6 +22,7 @@ from megatron_rl.observe.audit_figures import (
 )
 from megatron_rl.observe.audit_findings import ROUNDING, WHOLE, Findings, agree, is_number
 from megatron_rl.observe.audit_summary import check_summary
+from megatron_rl.observe.facts import Configurations
 from megatron_rl.observe.missing_records import TRAINED, missing_steps, packed_text, step_file
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, PARTIAL, read_complete_mark
 from megatron_rl.protocol.metrics import Row, numbered_rows, step_before
@@ -68,10 +68,15 @@ class _Audit:
     """Names in rows of steps that no record has."""
 
     def __post_init__(self) -> None:
-        stages = resolve_stages(self.config)
-        self.group_size = max(stage.train.group_size for stage in stages)
-        self.max_staleness = max(stage.queue.max_staleness for stage in stages)
+        self.configurations = Configurations(self.run_dir)
         self.has_ended = (self.run_dir / "summary.json").exists()
+
+    def config_at(self, step: int, stage: int = 0) -> Config | None:
+        """As `Configurations.at`; the audit tells where it is not known."""
+        config = self.configurations.at(step, stage)
+        if config is None:
+            self.skip(f"limits of steps with an unknown configuration, such as step {step + 1}")
+        return config
 
     def skip(self, text: str) -> None:
         if text not in self.findings.skipped:
@@ -190,7 +195,7 @@ def _read(file: RolloutFile, audit: _Audit) -> list[RolloutRecord]:
     findings = audit.findings
     rule = "token ids and logprobs match their lines"
     try:
-        if audit.config.queue.record_tokens:
+        if (config := audit.config_at(file.step or 0)) and config.queue.record_tokens:
             records: list[RolloutRecord] = list(read_file(file))
         else:
             records = list(read_records(file.path))
@@ -227,11 +232,10 @@ def _check_groups(file: RolloutFile, records: list[RolloutRecord], audit: _Audit
         indexes = [record.index for record in members if record.reward is not None]
         is_one = len({record.prompt_id for record in members}) == 1
         findings.check("a group has one prompt", is_one, place)
-        findings.check(
-            "a group has each rollout once",
-            len(set(indexes)) == len(indexes) <= audit.group_size,
-            place,
-        )
+        config = audit.config_at(file.step or 0, members[0].stage)
+        is_once = len(set(indexes)) == len(indexes)
+        has_room = config is None or len(indexes) <= config.train.group_size
+        findings.check("a group has each rollout once", is_once and has_room, place)
         if not file.is_dropped:
             other = audit.group_files.setdefault(group, file.path)
             findings.check("no group is trained on twice", other == file.path, f"{place}, {other}")
@@ -284,10 +288,12 @@ def _check_step(
             text = f"{name} is {written} in metrics.jsonl, {value} in {path.name}"
             findings.check(_MATCH, agree(written, value, within=within), f"step {step + 1}: {text}")
     stalest = figures["queue/staleness_versions_max"]
-    if audit.config.queue.strict_staleness:
+    config = audit.config_at(step, trained[0].stage)
+    if config is not None and config.queue.strict_staleness:
+        limit = config.queue.max_staleness
         findings.check(
-            "no rollout is staler than queue.max_staleness", stalest <= audit.max_staleness,
-            f"{path}: {stalest} versions, limit {audit.max_staleness}",
+            "no rollout is staler than queue.max_staleness", stalest <= limit,
+            f"{path}: {stalest} versions, limit {limit}",
         )  # fmt: skip
 
 

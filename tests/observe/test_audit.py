@@ -173,6 +173,50 @@ def test_thinned_tokens_are_told_and_break_no_rule(run_dir: Path) -> None:
     assert findings.rules["a reward is the sum of its parts"].looked_at == 10
 
 
+@pytest.mark.parametrize(
+    ("key", "old", "new"),
+    [("queue.max_staleness", "max_staleness = 1", "max_staleness = 0"),
+     ("queue.record_tokens", "record_tokens = false", "record_tokens = true"),
+     ("train.group_size", "group_size = 2", "group_size = 3")],
+)  # fmt: skip
+def test_each_part_of_a_run_is_judged_by_its_configuration(
+    run_dir: Path, key: str, old: str, new: str
+) -> None:
+    path = run_dir / "config.toml"
+    text = path.read_text()
+    assert text.count(old) == 1
+    if key == "train.group_size":
+        # A larger limit excuses no earlier step: its group has three.
+        extra = line(0, 2, 0.1, 0)
+        change_lines("rollouts/step_000000.jsonl", lambda rows: rows.append(extra))(run_dir)
+    path.write_text(text.replace(old, new))
+    broken = {}
+    for step in (1, 2):
+        resumed = {"source": "launch", "time": 9.0, "step": step, RESUMED: 1}
+        write(run_dir / "metrics.jsonl", [*metrics()[:step], resumed, *metrics()[step:]])
+        (run_dir / f"config.until_step_00000{step}.toml").write_text(text)
+        findings = audited(run_dir)
+        assert not any("unknown configuration" in text for text in findings.skipped)
+        broken[step] = {
+            name: rule.broken
+            for name, rule in findings.rules.items()
+            if rule.broken and name.startswith(("no rollout", "token ids", "a group has each"))
+        }
+        (run_dir / f"config.until_step_00000{step}.toml").unlink()
+    # The second step is trained after a resume at step 1, and before one at step 2.
+    assert (
+        broken
+        == {
+            "queue.max_staleness": {1: {"no rollout is staler than queue.max_staleness": 1}, 2: {}},
+            "queue.record_tokens": {1: {"token ids and logprobs match their lines": 2}, 2: {}},
+            "train.group_size": {n: {"a group has each rollout once": 1} for n in (1, 2)},
+        }[key]
+    )
+    # Nothing is judged by a configuration that was not kept.
+    findings = audited(run_dir)
+    assert any("unknown configuration, such as step 1" in text for text in findings.skipped)
+
+
 def change_lines(name: str, change: Callable[[list[dict]], None]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         path = folder / name
