@@ -251,6 +251,11 @@ def test_an_evaluation_has_no_model_to_load(
 ) -> None:
     assert main(["audit", "--model", str(run_dir)]) == 2
     assert f"{run_dir}/hf/final is gone" in caplog.text
+    config = run_dir / "config.toml"
+    caplog.clear()
+    config.write_text(config.read_text().replace(f"steps = {STEPS}", "steps = 0"))
+    assert main(["audit", "--model", str(run_dir)]) == 2
+    assert "took no step of reinforcement learning" in caplog.text and "gone" not in caplog.text
     (run_dir / "summary.json").unlink()
     assert main(["audit", "--model", str(run_dir)]) == 2
     assert "its run has not ended" in caplog.text
