@@ -34,6 +34,8 @@ SFT_BASELINE_TEXT = (
 
 REWARD_STEPS = 10
 """Steps at each end of a run over which the reward is averaged."""
+_ROUNDING_S = 0.1
+"""Seconds by which times of two processes may disagree."""
 _OF_STEP = (
     "time", "source", "step", "train/loss", "train/update_s", "train/logprob_gap",
     "train/logprob_gap_tokens", "wait/batch_s", "weight_sync/s", "rollout/reward",
@@ -205,8 +207,7 @@ def trainer_idle_fraction(rows: list[Row]) -> float | None:
     outside = _outside_intervals(rows)
     waited = 0.0
     for row in _step_rows(rows):
-        # A step's row is written at its end, after wait, update and sync.
-        end = row["time"] - row.get("train/update_s", 0.0) - row.get("weight_sync/s", 0.0)
+        end, _ = _update_of(row)
         wait = (end - row.get("wait/batch_s", 0.0), end)
         waited += (wait[1] - wait[0]) - overlap_s(wait, outside)
     length = (loop[1] - loop[0]) - overlap_s(loop, outside)
@@ -230,6 +231,12 @@ def generator_idle_fraction(rows: list[Row]) -> float | None:
     return idle / (idle + busy) if idle + busy > 0 else None
 
 
+def _update_of(row: Row) -> Interval:
+    """When the step was computed. Its row is written at its end, after wait, update and sync."""
+    end = row["time"] - row.get("weight_sync/s", 0.0)
+    return end - row.get("train/update_s", 0.0), end
+
+
 def _step_rows(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.get("source") == "trainer" and "train/loss" in row]
 
@@ -244,13 +251,15 @@ def _loop_interval(rows: list[Row]) -> Interval | None:
 
 
 def _outside_intervals(rows: list[Row]) -> list[Interval]:
-    """Evaluations, and stops: from the last row before a resume to its first weight sync.
-
-    They do not overlap, and are in order.
+    """Evaluations for which the trainer waits, and stops: from the last row before a resume to its
+    first weight sync. They do not overlap, and are in order.
     """
-    found = find_stops(rows) + [
+    updates = [_update_of(row) for row in _step_rows(rows)]
+    evaluations = [
         (row["time"] - row["eval/seconds"], row["time"]) for row in rows if "eval/seconds" in row
     ]
+    # Where other engines evaluate (eval.replicas), training goes on meanwhile.
+    found = find_stops(rows) + [one for one in evaluations if overlap_s(one, updates) < _ROUNDING_S]
     merged: list[Interval] = []
     for start, end in sorted(found):
         if merged and start <= merged[-1][1]:
