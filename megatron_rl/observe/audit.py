@@ -217,7 +217,7 @@ def _check_groups(file: RolloutFile, records: list[RolloutRecord], audit: _Audit
         groups[record.group].append(record)
         place = f"{file.path}: group {record.group}, index {record.index}"
         findings.check(
-            "versions of a rollout only rise", all(map(_rise, _spans_by_row(record))),
+            "versions of a rollout only rise", all(map(_rise, spans_by_row(record))),
             f"{place}: {[span.version for span in record.spans]}",
         )  # fmt: skip
         if record.reward is not None:
@@ -243,7 +243,7 @@ def _check_groups(file: RolloutFile, records: list[RolloutRecord], audit: _Audit
             findings.check("every trained rollout was graded", None not in rewards, place)
 
 
-def _spans_by_row(record: RolloutRecord) -> list[list[RecordedSpan]]:
+def spans_by_row(record: RolloutRecord) -> list[list[RecordedSpan]]:
     """Spans of each chat of a conversation: chats that wait at the same time have no order."""
     rows: list[list[RecordedSpan]] = [[] for _ in range(len(record.row_starts) + 1)]
     for span in record.spans:
