@@ -19,6 +19,7 @@ from megatron_rl.cli.command_line.printing import (
     show_table,
 )
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_run
 from megatron_rl.evaluation.runs.results import RESULTS
 from megatron_rl.observe.audit import audit_records
 from megatron_rl.observe.audit_findings import Findings
@@ -70,6 +71,11 @@ def _check_exported(run_dir: Path) -> None:
         )
     if not (run_dir / "summary.json").exists():
         raise InputError(f"{run_dir} has no summary.json: its run has not ended")
+    if not load_run(run_dir).train.steps:
+        raise InputError(
+            f"{run_dir} took no step of reinforcement learning, so it has no {folder}, which "
+            "--model loads: leave --model out"
+        )
     if not folder.is_dir():
         raise InputError(f"{folder} is gone, and --model loads it: leave --model out")
 

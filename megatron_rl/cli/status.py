@@ -110,7 +110,8 @@ def read_status(run_dir: Path, now: float) -> Status:
     phase = beat.phase if beat is not None else ""
     if phase == PREPARED and not is_complete:
         state = PREPARED
-    status = of_rows(rows, config, state=state, now=now)
+    started = beat.started if beat is not None else 0.0
+    status = of_rows(rows, config, state=state, now=now, started=started)
     if state == "running" and beat is not None:
         status.phase, status.waits = phase, status.waits or beat.awaited
         if is_stopped(beat):
@@ -142,17 +143,28 @@ def _has_results(run_dir: Path, *, since: float) -> bool:
     return path.exists() and path.stat().st_mtime >= since
 
 
-def of_rows(rows: Iterable[Row], config: Config, *, state: str, now: float) -> Status:
-    """The status by rows of metrics. Pure."""
+def of_rows(
+    rows: Iterable[Row], config: Config, *, state: str, now: float, started: float = 0.0
+) -> Status:
+    """The status by rows of metrics. Pure.
+
+    started: unix seconds of the present start. An evaluation that resumes writes no row about it.
+    """
     status, run = Status(state, 0, config.train.steps), RunState()
     evaluations: dict[str, str] = {}
+    is_of_start = False
     for row in rows:
+        if not is_of_start and row["time"] >= started:
+            run.begin_again()
+            is_of_start = True
         kind = run.take(row)
         if kind == "step":
             _add_dropped(status.dropped, row)
         elif kind == "evaluation":
             # A resumed evaluation writes the row of a complete set again.
             evaluations[row["label"]] = evaluation_line(row)
+    if not is_of_start:
+        run.begin_again()
     status.evaluations = list(evaluations.values())
     if run.activity.counts():
         since = f"after step {run.steps[-1]['step']}" if run.steps else "before the first step"

@@ -1,32 +1,35 @@
-"""Checks the exported model against the run's report, in transformers alone.
+"""Checks the exported model against the run's report, in transformers instead of an engine.
 
 Used by `megatron-rl audit --model`. Loads RUN_DIR/hf/final and
 - compares its logits with the trainer's on one rank, in the training dtype; both are measured
   against transformers in float32;
-- answers the held-out prompts as the run did and compares the accuracy with the reported one.
+- answers the held-out prompts as the run did, grades them by the verifier's rules, and compares the
+  accuracy with the reported one.
 """
 
+import itertools
 import math
 import os
-import re
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
 from megatron_rl.config.staging import longest_stage
-from megatron_rl.config.thinking import ThinkTags
 from megatron_rl.config.tree import Config, ParallelConfig
 from megatron_rl.data.dropped_prompts import read_dropped
 from megatron_rl.data.prompts import prompts_of_run
 from megatron_rl.launcher.ports import find_free
+from megatron_rl.launcher.reward_trial import sample_of
 from megatron_rl.observe.facts import read_summary
 from megatron_rl.protocol.render import Renderer, open_renderer
-from megatron_rl.protocol.types import Prompt
+from megatron_rl.protocol.types import Prompt, Score
 from megatron_rl.rollout_queue.evaluation import select_held_out
 from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.shape import read_shape
+from verification.library import Grading, Sample
 
 PROBE_PROMPTS = 32
 BATCH = 64
@@ -49,7 +52,9 @@ def audit_model(run_dir: Path) -> dict[str, object]:
     summary = read_summary(run_dir)
     findings = compare_accuracy(cfg, renderer, prompts, summary)
     # Last: the trainer's backend patches torch, and transformers then loads models wrongly.
-    return findings | compare_logits(cfg, renderer, prompts[:PROBE_PROMPTS])
+    others = itertools.chain(*sets.eval_sets.values(), *sets.train)
+    probes = prompts or list(itertools.islice(others, PROBE_PROMPTS))
+    return findings | compare_logits(cfg, renderer, probes[:PROBE_PROMPTS])
 
 
 def compare_logits(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> dict[str, object]:
@@ -115,8 +120,12 @@ def compare_accuracy(
     cfg: Config, renderer: Renderer, prompts: list[Prompt], summary: dict
 ) -> dict[str, object]:
     """Compare transformers' accuracy with the reported one."""
-    accuracy = hf_accuracy(cfg, renderer, prompts)
-    reported = summary["accuracy_after"]
+    reported = summary.get("accuracy_after")
+    if reported is None:
+        return {"accuracy_not_compared": "the run measured none on held-out prompts after training"}
+    if any(prompt.task in cfg.reward.environments for prompt in prompts):
+        return {"accuracy_not_compared": "environments answer the held-out prompts"}
+    accuracy = share_correct(cfg, hf_completions(cfg, renderer, prompts))
     return {
         "accuracy_transformers": accuracy,
         "accuracy_reported": reported,
@@ -135,8 +144,8 @@ def tolerance(accuracy: float, prompts: int, *, is_sampled: bool) -> float:
 
 
 @torch.no_grad()
-def hf_accuracy(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> float:
-    """Share of prompts with a well-formed completion whose boxed answer is the reference."""
+def hf_completions(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> list[Sample]:
+    """A completion of each prompt, sampled as evaluations do."""
     model = load_model(cfg.model.path, cfg.model.dtype)
     how: dict[str, object] = {"do_sample": False}
     if cfg.eval.temperature > 0:
@@ -144,7 +153,7 @@ def hf_accuracy(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> float
         how = {"do_sample": True, "temperature": cfg.eval.temperature}
         how |= {name: getattr(cfg.eval, name) for name in ("top_p", "top_k", "min_p")}
     limit = cfg.eval.max_new_tokens or longest_stage(cfg).sampling.max_new_tokens
-    correct = 0
+    samples = []
     for start in range(0, len(prompts), BATCH):
         batch = prompts[start : start + BATCH]
         ids = [
@@ -162,16 +171,17 @@ def hf_accuracy(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> float
             pad_token_id=pad,
             eos_token_id=list(renderer.stop_ids),
         )
-        for prompt, row in zip(batch, output[:, width:].tolist(), strict=True):
-            correct += answer_of(row, renderer, cfg.render.tags) == prompt.answer
-    return correct / len(prompts)
+        for prompt, own, row in zip(batch, ids, output[:, width:].tolist(), strict=True):
+            ends = [i for i, token in enumerate(row) if token in renderer.stop_ids]
+            text = renderer.decode(row[: ends[0]] if ends else row)
+            samples.append(sample_of(prompt, text, renderer.tail(own)))
+    return samples
 
 
-def answer_of(token_ids: list[int], renderer: Renderer, tags: ThinkTags) -> str | None:
-    """Boxed answer behind one pair of think tags, else None."""
-    ends = [i for i, token in enumerate(token_ids) if token in renderer.stop_ids]
-    text = renderer.decode(token_ids[: ends[0]] if ends else token_ids)
-    start, end = re.escape(tags.open), re.escape(tags.close)
-    rest = f"((?!{start}|{end}).)*"
-    found = re.match(rf"{start}{rest}{end}{rest}\\boxed\{{([^{{}}]*)\}}", text, re.DOTALL)
-    return found[3].strip() if found else None
+def share_correct(cfg: Config, samples: list[Sample]) -> float:
+    """Share of right completions of those that could be graded, by the verifier's rules."""
+    with Grading.of(cfg) as grading:
+        graded = [found for found in grading.score(samples) if isinstance(found, Score)]
+    if not graded:
+        raise InputError("no completion of the held-out prompts could be graded: see the log")
+    return sum(found.reason == "correct" for found in graded) / len(graded)

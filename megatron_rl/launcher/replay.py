@@ -19,8 +19,8 @@ from megatron_rl.launcher.node import environment_of_ranks, open_supervisor
 from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import find_free
 from megatron_rl.launcher.replay_keys import find_changes
-from megatron_rl.launcher.run_folder import CONFIG, kept_config_name
 from megatron_rl.launcher.supervisor import POLL_S
+from megatron_rl.observe.facts import configured_parts
 from megatron_rl.protocol.checkpoint_folder import (
     CHECKPOINTS,
     PARTIAL,
@@ -28,7 +28,7 @@ from megatron_rl.protocol.checkpoint_folder import (
     discard,
     folder_name,
 )
-from megatron_rl.protocol.metrics import CONTINUED, RESUMED, Row, iter_jsonl, stream_rows
+from megatron_rl.protocol.metrics import Row, stream_rows
 from megatron_rl.protocol.stored_batches import BATCHES, state_name, stored_steps
 from megatron_rl.protocol.whole_file import check_writable
 
@@ -160,7 +160,7 @@ def find_config(replay: Replay) -> Path:
     aside; and for one that was not kept.
     """
     parts = []
-    for begin, end, file in _configured_parts(replay.run_dir.resolve()):
+    for begin, end, file in configured_parts(replay.run_dir.resolve()):
         if begin >= replay.last or (end is not None and end < replay.trained_from):
             continue
         if file is None:
@@ -180,32 +180,6 @@ def find_config(replay: Replay) -> Path:
                 "for all of the steps"
             )
     return last
-
-
-_Part = tuple[int, int | None, Path | None]
-
-
-def _configured_parts(run_dir: Path) -> list[_Part]:
-    """(steps before it, its last step or None, configuration) of each part of a run, in order.
-
-    No configuration: it was not kept. `write_config` keeps that before the first resume of a step.
-    """
-    parts: list[_Part] = [(0, None, run_dir / CONFIG)]
-    written: set[Path] = set()
-    for row in iter_jsonl(run_dir / "metrics.jsonl", holding=RESUMED):
-        if CONTINUED in row:
-            continue
-        step = row["step"]
-        kept = run_dir / kept_config_name(step)
-        # The steps after a resume are trained again, whatever configured them before.
-        parts = [(begin, end, file) for begin, end, file in parts if begin < step]
-        begin, end, file = parts[-1]
-        if end is None:
-            file = None if kept in written else kept
-        parts[-1] = (begin, step if end is None else min(step, end), file)
-        parts.append((step, None, run_dir / CONFIG))
-        written.add(kept)
-    return parts
 
 
 def _command(replay: Replay, config: Config, source: Path, overrides: Sequence[str]) -> list[str]:

@@ -28,6 +28,7 @@ from megatron_rl.launcher.cold_start import (
 )
 from megatron_rl.launcher.stopped import kill_left_stopped
 from megatron_rl.observe.deaths import SAME_COMMAND
+from megatron_rl.observe.facts import kept_config_name
 from megatron_rl.observe.heartbeat import ALIVE, Heartbeat, find_living
 from megatron_rl.protocol.checkpoint_folder import (
     CHECKPOINTS,
@@ -348,11 +349,6 @@ def _try_lock(descriptor: int) -> bool:
             error.strerror, ALIVE,
         )  # fmt: skip
     return True
-
-
-def kept_config_name(step: int) -> str:
-    """File of the configuration before the first resume after a step."""
-    return f"config.until_step_{step:06d}.toml"
 
 
 def write_config(config: Config, resumed: Path | None, *, continues: bool = False) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from megatron_rl.cli.command_line.printing import Report
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_run
-from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.observe.audit_figures import (
     are_from_records,
@@ -23,9 +22,10 @@ from megatron_rl.observe.audit_figures import (
 )
 from megatron_rl.observe.audit_findings import ROUNDING, WHOLE, Findings, agree, is_number
 from megatron_rl.observe.audit_summary import check_summary
+from megatron_rl.observe.facts import Configurations
 from megatron_rl.observe.missing_records import TRAINED, missing_steps, packed_text, step_file
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, PARTIAL, read_complete_mark
-from megatron_rl.protocol.metrics import Row, numbered_rows
+from megatron_rl.protocol.metrics import Row, numbered_rows, step_before
 from megatron_rl.protocol.rollout_files import (
     FOLDER,
     RecordedSpan,
@@ -68,10 +68,15 @@ class _Audit:
     """Names in rows of steps that no record has."""
 
     def __post_init__(self) -> None:
-        stages = resolve_stages(self.config)
-        self.group_size = max(stage.train.group_size for stage in stages)
-        self.max_staleness = max(stage.queue.max_staleness for stage in stages)
+        self.configurations = Configurations(self.run_dir)
         self.has_ended = (self.run_dir / "summary.json").exists()
+
+    def config_at(self, step: int, stage: int = 0) -> Config | None:
+        """As `Configurations.at`; the audit tells where it is not known."""
+        config = self.configurations.at(step, stage)
+        if config is None:
+            self.skip(f"limits of steps with an unknown configuration, such as step {step + 1}")
+        return config
 
     def skip(self, text: str) -> None:
         if text not in self.findings.skipped:
@@ -138,15 +143,17 @@ def _check_steps(audit: _Audit) -> bool:
     """
     path = audit.run_dir / "metrics.jsonl"
     taken = [row["step"] for row in audit.rows if TRAINED in row]
-    last = max(taken, default=0)
-    lacking = sorted(set(range(1, last + 1)) - set(taken))
+    before = step_before(audit.rows)
+    last = max(taken, default=before)
+    lacking = sorted(set(range(before + 1, last + 1)) - set(taken))
     audit.findings.check(
-        "steps are taken once, in order, from 1",
-        taken == sorted(set(taken)) and min(taken, default=1) >= 1,
+        "steps are taken once, in order, from the first one",
+        taken == sorted(set(taken)) and all(step > before for step in taken),
         f"{path} has the steps {taken[:20]}...",
     )
     if lacking:
-        text = f"{path} has no row of {len(lacking)} of {last} steps, the first is {lacking[0]}"
+        of = last - before
+        text = f"{path} has no row of {len(lacking)} of {of} steps, the first is {lacking[0]}"
         audit.findings.check(WHOLE, False, f"{text}: lines are missing")
     if audit.has_ended:
         audit.findings.check(
@@ -188,7 +195,7 @@ def _read(file: RolloutFile, audit: _Audit) -> list[RolloutRecord]:
     findings = audit.findings
     rule = "token ids and logprobs match their lines"
     try:
-        if audit.config.queue.record_tokens:
+        if (config := audit.config_at(file.step or 0)) and config.queue.record_tokens:
             records: list[RolloutRecord] = list(read_file(file))
         else:
             records = list(read_records(file.path))
@@ -210,7 +217,7 @@ def _check_groups(file: RolloutFile, records: list[RolloutRecord], audit: _Audit
         groups[record.group].append(record)
         place = f"{file.path}: group {record.group}, index {record.index}"
         findings.check(
-            "versions of a rollout only rise", all(map(_rise, _spans_by_row(record))),
+            "versions of a rollout only rise", all(map(_rise, spans_by_row(record))),
             f"{place}: {[span.version for span in record.spans]}",
         )  # fmt: skip
         if record.reward is not None:
@@ -221,14 +228,14 @@ def _check_groups(file: RolloutFile, records: list[RolloutRecord], audit: _Audit
             )
     for group, members in groups.items():
         place = f"{file.path}: group {group}"
-        indexes = [record.index for record in members]
+        # One that could not be graded is replaced under its index, and both may be dropped.
+        indexes = [record.index for record in members if record.reward is not None]
         is_one = len({record.prompt_id for record in members}) == 1
         findings.check("a group has one prompt", is_one, place)
-        findings.check(
-            "a group has each rollout once",
-            len(set(indexes)) == len(indexes) <= audit.group_size,
-            place,
-        )
+        config = audit.config_at(file.step or 0, members[0].stage)
+        is_once = len(set(indexes)) == len(indexes)
+        has_room = config is None or len(indexes) <= config.train.group_size
+        findings.check("a group has each rollout once", is_once and has_room, place)
         if not file.is_dropped:
             other = audit.group_files.setdefault(group, file.path)
             findings.check("no group is trained on twice", other == file.path, f"{place}, {other}")
@@ -236,7 +243,7 @@ def _check_groups(file: RolloutFile, records: list[RolloutRecord], audit: _Audit
             findings.check("every trained rollout was graded", None not in rewards, place)
 
 
-def _spans_by_row(record: RolloutRecord) -> list[list[RecordedSpan]]:
+def spans_by_row(record: RolloutRecord) -> list[list[RecordedSpan]]:
     """Spans of each chat of a conversation: chats that wait at the same time have no order."""
     rows: list[list[RecordedSpan]] = [[] for _ in range(len(record.row_starts) + 1)]
     for span in record.spans:
@@ -281,10 +288,12 @@ def _check_step(
             text = f"{name} is {written} in metrics.jsonl, {value} in {path.name}"
             findings.check(_MATCH, agree(written, value, within=within), f"step {step + 1}: {text}")
     stalest = figures["queue/staleness_versions_max"]
-    if audit.config.queue.strict_staleness:
+    config = audit.config_at(step, trained[0].stage)
+    if config is not None and config.queue.strict_staleness:
+        limit = config.queue.max_staleness
         findings.check(
-            "no rollout is staler than queue.max_staleness", stalest <= audit.max_staleness,
-            f"{path}: {stalest} versions, limit {audit.max_staleness}",
+            "no rollout is staler than queue.max_staleness", stalest <= limit,
+            f"{path}: {stalest} versions, limit {limit}",
         )  # fmt: skip
 
 
@@ -319,18 +328,20 @@ def _tell_not_compared(audit: _Audit) -> None:
 def _check_evaluations(audit: _Audit) -> None:
     """Accuracies are means over prompts of the share of correct recorded samples."""
     graded: dict[str, dict[str, list[RolloutRecord]]] = {}
-    samples: dict[str, Counter[str]] = defaultdict(Counter)
+    samples: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for file in rollout_files(audit.run_dir):
         if file.step is None:
             of_prompt = graded.setdefault(file.label, defaultdict(list))
             for record in read_records(file.path):
-                samples[file.label][record.prompt_id] += 1
+                samples[file.label][record.prompt_id].add(record.index)
                 if record.reward is not None and not file.is_dropped:
                     of_prompt[record.prompt_id].append(record)
     # Only the last evaluation of a label is recorded.
     last = {row["label"]: row for row in audit.rows if is_number(row.get("eval/accuracy"))}
     for label, row in last.items():
-        found, counts = graded.get(label, {}), samples[label].values()
+        found = graded.get(label, {})
+        # Of a prompt without a verdict some samples may have come: eval/n does not count it.
+        counts = [len(samples[label][prompt]) for prompt in found]
         short = sum(count < max(counts) for count in counts)
         lacks = not found or short > 0 or (is_number(row["eval/n"]) and len(found) < row["eval/n"])
         text = f"eval_{label}.jsonl has {len(found)} of {row['eval/n']} prompts"

@@ -19,6 +19,7 @@ from megatron_rl.observe.missing_records import TRAINED
 from megatron_rl.observe.summary import RunFacts, summarize
 from megatron_rl.protocol.metrics import (
     COMPLETIONS_DROPPED,
+    CONTINUED,
     GENERATOR_RESTARTS,
     GROUPS_DROPPED,
     MAJ_AT,
@@ -85,7 +86,10 @@ def _copied(rows: list[Row]) -> Row:
     start = next(trainer, {})
     return {name: start.get(metric) for name, metric in _FACTS.items()} | {
         "generator_restarts": sum(row.get(GENERATOR_RESTARTS, 0) for row in rows),
-        "resumes": sum(RESUMED in row for row in rows),
+        # A run may begin at the checkpoint of another one.
+        "resumes": sum(
+            RESUMED in row and (at > 0 or CONTINUED in row) for at, row in enumerate(rows)
+        ),
     }
 
 

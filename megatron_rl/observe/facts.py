@@ -1,8 +1,9 @@
-"""Facts for a run's summary besides its metrics: paths and configuration values.
+"""Facts of a run besides its metrics: paths, and configurations of its parts.
 
-Used by the launcher at the end of a run, and by `megatron-rl report`.
+Used by the launcher at the end of a run, and by `megatron-rl report`, `audit` and `replay`.
 """
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +12,15 @@ from typing import Any
 import msgspec
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import ConfigError, load_config
 from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.observe.summary import RunFacts
 from megatron_rl.protocol.exports import COLD_START, FINAL
 from megatron_rl.protocol.line_errors import decode_lines
+from megatron_rl.protocol.metrics import CONTINUED, RESUMED, iter_jsonl
 
+_CONFIG = "config.toml"
 SAMPLED_STEPS = 10
 """Most steps to read at each end of a run, whose rollouts may have gigabytes."""
 
@@ -45,6 +49,56 @@ def run_facts(config: Config, run_dir: Path, wall_s: dict[str, float]) -> RunFac
         run_dir=str(run_dir),
         files=tuple(path.name + "/" * path.is_dir() for path in paths if path.exists()),
     )
+
+
+def kept_config_name(step: int) -> str:
+    """File of the configuration before the first resume after a step."""
+    return f"config.until_step_{step:06d}.toml"
+
+
+_Part = tuple[int, int | None, Path | None]
+"""(steps before it, its last step or None, configuration) of a part; None: it was not kept."""
+
+
+def configured_parts(run_dir: Path) -> list[_Part]:
+    """The parts of a run, in order. The launcher keeps the configuration before the first resume of
+    a step."""
+    parts: list[_Part] = [(0, None, run_dir / _CONFIG)]
+    written: set[Path] = set()
+    for row in iter_jsonl(run_dir / "metrics.jsonl", holding=RESUMED):
+        if CONTINUED in row:
+            continue
+        step = row["step"]
+        kept = run_dir / kept_config_name(step)
+        # The steps after a resume are trained again, whatever configured them before.
+        parts = [(begin, end, file) for begin, end, file in parts if begin < step]
+        begin, end, file = parts[-1]
+        if end is None:
+            file = None if kept in written else kept
+        parts[-1] = (begin, step if end is None else min(step, end), file)
+        parts.append((step, None, run_dir / _CONFIG))
+        written.add(kept)
+    return parts
+
+
+class Configurations:
+    """The configurations of a run's parts, which may differ between resumes."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._parts: list[tuple[int | None, list[Config]]] = []
+        """Last step of each part and its stages; none: its configuration is not known."""
+        for _, end, file in configured_parts(run_dir):
+            stages: list[Config] = []
+            if file is not None and file.exists():
+                # A part may have been run by another release.
+                with contextlib.suppress(ConfigError):
+                    stages = resolve_stages(load_config(file))
+            self._parts.append((end, stages))
+
+    def at(self, step: int, stage: int = 0) -> Config | None:
+        """The configuration of a stage before batch `step`, from 0; None: it is not known."""
+        stages = next(stages for end, stages in self._parts if end is None or step < end)
+        return stages[min(stage, len(stages) - 1)] if stages else None
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:

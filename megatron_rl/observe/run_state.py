@@ -84,8 +84,15 @@ class RunState:
         self.heard: dict[str, float] = {}
         """Unix seconds of the last row, by role."""
 
+    def begin_again(self) -> None:
+        """Forget what the processes of the start before did: the next rows are of others."""
+        self.evaluation, self.peers, self.heard = EvaluationProgress(), Peers(), {}
+        self.nodes, self.generators, self.conversations, self.waits = "", "", "", []
+
     def take(self, row: Row) -> Kind:
         """Take in a row; returns its kind."""
+        if RESUMED in row:
+            self.begin_again()
         self.heard[row["source"]] = row["time"]
         self.evaluation.note(row)
         self.peers.note(row)
@@ -98,9 +105,6 @@ class RunState:
             return "evaluation"
         if "max_restarts" in row:
             return "restart"
-        if RESUMED in row:
-            # A resumed run has other processes than the start before.
-            self.peers, self.nodes, self.generators, self.waits = Peers(), "", "", []
         if "node_event" in row:
             self.nodes = f"nodes {row[NODES]}; {row['node_event']}"
             return "node"

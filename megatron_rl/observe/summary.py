@@ -19,10 +19,13 @@ from megatron_rl.protocol.metrics import (
     MAJ_AT,
     PASS_AT,
     RESUMED,
+    Interval,
     Row,
+    begin_of_loop,
+    find_stops,
+    overlap_s,
+    step_before,
 )
-
-Interval = tuple[float, float]
 
 SFT_BASELINE_TEXT = (
     "instead of RL, the cold start continues, on the same SFT examples, for as much compute as RL "
@@ -31,6 +34,8 @@ SFT_BASELINE_TEXT = (
 
 REWARD_STEPS = 10
 """Steps at each end of a run over which the reward is averaged."""
+_ROUNDING_S = 0.1
+"""Seconds by which times of two processes may disagree."""
 _OF_STEP = (
     "time", "source", "step", "train/loss", "train/update_s", "train/logprob_gap",
     "train/logprob_gap_tokens", "wait/batch_s", "weight_sync/s", "rollout/reward",
@@ -116,7 +121,7 @@ def summarize(given: Iterable[Row], facts: RunFacts) -> dict[str, Any]:
         "generator_idle_fraction": generator_idle_fraction(rows),
         "trainer_idle_fraction": trainer_idle_fraction(rows),
         "generator_restarts": int(sum(_values(rows, GENERATOR_RESTARTS))),
-        "resumes": sum(RESUMED in row for row in rows),
+        "resumes": sum(RESUMED in row for row in rows) - (step_before(rows) > 0),
         "wall_s": {phase: round(seconds, 1) for phase, seconds in facts.wall_s.items()},
         "hf_export": facts.hf_export,
     }
@@ -202,11 +207,10 @@ def trainer_idle_fraction(rows: list[Row]) -> float | None:
     outside = _outside_intervals(rows)
     waited = 0.0
     for row in _step_rows(rows):
-        # A step's row is written at its end, after wait, update and sync.
-        end = row["time"] - row.get("train/update_s", 0.0) - row.get("weight_sync/s", 0.0)
+        end, _ = _update_of(row)
         wait = (end - row.get("wait/batch_s", 0.0), end)
-        waited += (wait[1] - wait[0]) - _overlap(wait, outside)
-    length = (loop[1] - loop[0]) - _overlap(loop, outside)
+        waited += (wait[1] - wait[0]) - overlap_s(wait, outside)
+    length = (loop[1] - loop[0]) - overlap_s(loop, outside)
     return min(1.0, max(0.0, waited / length)) if length > 0 else None
 
 
@@ -227,6 +231,12 @@ def generator_idle_fraction(rows: list[Row]) -> float | None:
     return idle / (idle + busy) if idle + busy > 0 else None
 
 
+def _update_of(row: Row) -> Interval:
+    """When the step was computed. Its row is written at its end, after wait, update and sync."""
+    end = row["time"] - row.get("weight_sync/s", 0.0)
+    return end - row.get("train/update_s", 0.0), end
+
+
 def _step_rows(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.get("source") == "trainer" and "train/loss" in row]
 
@@ -237,33 +247,19 @@ def _loop_interval(rows: list[Row]) -> Interval | None:
     synced = [row for row in rows if row.get("source") == "trainer" and "weight_sync/s" in row]
     if not steps or not synced:
         return None
-    return _begin_of_loop(synced[0]), steps[-1]["time"]
-
-
-def _begin_of_loop(first: Row) -> float:
-    """Time of the first weight sync; without a row for it, the first step's wait begins there."""
-    if "train/loss" not in first:
-        return float(first["time"])
-    parts = ("train/update_s", "weight_sync/s", "wait/batch_s")
-    return float(first["time"] - sum(first.get(part, 0.0) for part in parts))
+    return begin_of_loop(synced[0]), steps[-1]["time"]
 
 
 def _outside_intervals(rows: list[Row]) -> list[Interval]:
-    """Evaluations, and stops: from the last row before a resume to its first weight sync.
-
-    They do not overlap, and are in order.
+    """Evaluations for which the trainer waits, and stops: from the last row before a resume to its
+    first weight sync. They do not overlap, and are in order.
     """
-    found = [
+    updates = [_update_of(row) for row in _step_rows(rows)]
+    evaluations = [
         (row["time"] - row["eval/seconds"], row["time"]) for row in rows if "eval/seconds" in row
     ]
-    last, stopped = None, None
-    for row in rows:
-        if RESUMED in row:
-            stopped = last
-        elif row.get("source") == "trainer" and "weight_sync/s" in row:
-            if stopped is not None:
-                found.append((stopped, _begin_of_loop(row)))
-            last, stopped = row["time"], None
+    # Where other engines evaluate (eval.replicas), training goes on meanwhile.
+    found = find_stops(rows) + [one for one in evaluations if overlap_s(one, updates) < _ROUNDING_S]
     merged: list[Interval] = []
     for start, end in sorted(found):
         if merged and start <= merged[-1][1]:
@@ -271,11 +267,6 @@ def _outside_intervals(rows: list[Row]) -> list[Interval]:
         else:
             merged.append((start, end))
     return merged
-
-
-def _overlap(interval: Interval, others: Iterable[Interval]) -> float:
-    """Seconds of the interval inside the others, which do not overlap."""
-    return sum(max(0.0, min(interval[1], end) - max(interval[0], start)) for start, end in others)
 
 
 def _values(rows: Iterable[Row], name: str) -> list[float]:

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 """A line of metrics.jsonl."""
+Interval = tuple[float, float]
+"""Unix seconds of a beginning and an end."""
 RESUMED = "launch/resumed"
 """The run resumes after the step of the row (by the launcher)."""
 CONTINUED = "launch/ledger_continued"
@@ -228,6 +230,43 @@ def _repeats(path: Path, end: int | None) -> Iterator[tuple[int, int, tuple[str,
             yield number, row["step"], ("trainer",) if CONTINUED in row else _TAKEN_AGAIN
         elif FIRST_STEP in row:
             yield number, row[FIRST_STEP], ("trainer",)
+
+
+def step_before(rows: Iterable[Row]) -> int:
+    """The step after which a run begins: that of another run's checkpoint, or 0.
+
+    The launcher says so in the first row; a run that resumes itself has earlier ones.
+    """
+    first = next(iter(rows), {})
+    return int(first["step"]) if RESUMED in first and CONTINUED not in first else 0
+
+
+def find_stops(rows: Iterable[Row]) -> list[Interval]:
+    """Times in which the run was stopped, in order: from the last row before a resume to the first
+    weight sync after it."""
+    found: list[Interval] = []
+    last, stopped = None, None
+    for row in rows:
+        if RESUMED in row:
+            stopped = last
+        elif row.get("source") == "trainer" and "weight_sync/s" in row:
+            if stopped is not None:
+                found.append((stopped, begin_of_loop(row)))
+            last, stopped = row["time"], None
+    return found
+
+
+def begin_of_loop(first: Row) -> float:
+    """Time of the first weight sync; without a row for it, the first step's wait begins there."""
+    if "train/loss" not in first:
+        return float(first["time"])
+    parts = ("train/update_s", "weight_sync/s", "wait/batch_s")
+    return float(first["time"] - sum(first.get(part, 0.0) for part in parts))
+
+
+def overlap_s(interval: Interval, others: Iterable[Interval]) -> float:
+    """Seconds of the interval inside the others, which do not overlap."""
+    return sum(max(0.0, min(interval[1], end) - max(interval[0], start)) for start, end in others)
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:

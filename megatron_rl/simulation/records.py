@@ -1,8 +1,8 @@
 """Steady-state figures of a finished run, to fit to or to compare with.
 
 Used by `megatron-rl simulate --calibrate` and `tools.bench.simulate`. Reads metrics.jsonl and
-rollouts/. Leaves out the first steps, in which the queue fills, and the last steps, for which no
-further group opens.
+rollouts/. Leaves out the first steps, in which the queue fills, the last steps, for which no
+further group opens, and the time in which the run was stopped.
 """
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ import numpy as np
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.metrics import stream_rows
+from megatron_rl.protocol.metrics import RESUMED, Interval, find_stops, overlap_s, stream_rows
 from megatron_rl.protocol.rollout_files import (
     RolloutRecord,
     read_records,
@@ -26,6 +26,8 @@ from megatron_rl.protocol.rollout_files import (
 WARM_UP = 5
 """Steps left out at the beginning, as in a simulation."""
 LEAST_STEPS = 5
+_OF_TRAINER = ("wait/batch_s", "weight_sync/s")
+"""Metrics of steps, and of the first weight sync of a start."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,28 @@ class RunRecords:
     began_at: float
     ended_at: float
     """Unix seconds of the first and last of these steps."""
+    stops: list[Interval]
+    """Times in which the run was stopped."""
+
+    @property
+    def length_s(self) -> float:
+        """Seconds of these steps."""
+        return self.seconds(self.began_at, self.ended_at)
+
+    def seconds(self, start: float, end: float) -> float:
+        """Seconds of an interval in which the run was not stopped."""
+        return end - start - overlap_s((start, end), self.stops)
 
     def within(self) -> list[RolloutRecord]:
-        """Rollouts that arrived during these steps."""
+        """Rollouts that arrived during these steps, and waited for no resume."""
         return [
             record
             for record in self.rollouts
-            if record.times is not None and self.began_at <= record.times.done <= self.ended_at
+            if record.times is not None
+            and self.began_at <= record.times.done <= self.ended_at
+            and not overlap_s(
+                (record.times.leased, record.times.scored or record.times.done), self.stops
+            )
         ]
 
 
@@ -99,8 +116,13 @@ def read_run(run_dir: Path) -> RunRecords:
     if not (run_dir / "config.toml").exists():
         raise InputError(f"--calibrate {run_dir} holds no run: it has no config.toml")
     config = load_config(run_dir / "config.toml")
-    rows = stream_rows(run_dir / "metrics.jsonl", holding='"wait/batch_s"')
-    steps = [row for row in rows if row.get("source") == "trainer"]
+    rows = [
+        row
+        for row in stream_rows(run_dir / "metrics.jsonl")
+        if RESUMED in row
+        or (row.get("source") == "trainer" and not row.keys().isdisjoint(_OF_TRAINER))
+    ]
+    steps = [row for row in rows if "wait/batch_s" in row]
     last = len(steps) - config.queue.max_staleness - 1
     if last - WARM_UP < LEAST_STEPS:
         raise InputError(
@@ -118,11 +140,11 @@ def read_run(run_dir: Path) -> RunRecords:
     if not rollouts:
         raise InputError(f"{run_dir}/rollouts holds no rollouts with times: give a newer run")
     began_at, ended_at = steps[WARM_UP - 1]["time"], looked_at[-1]["time"]
-    return RunRecords(config, looked_at, rollouts, began_at, ended_at)
+    return RunRecords(config, looked_at, rollouts, began_at, ended_at, find_stops(rows))
 
 
 def measure(run: RunRecords) -> Measured:
-    length = run.ended_at - run.began_at
+    length = run.length_s
     steps = run.steps
     count = len(steps)
 
@@ -155,7 +177,7 @@ def _idle_share(run: RunRecords) -> float:
     spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for record in run.rollouts:
         spans[record.generator] += [(one.asked, one.done) for one in sampled(record)]
-    length = run.ended_at - run.began_at
+    length = run.length_s
     idle = 0.0
     for intervals in spans.values():
         reached = run.began_at
@@ -163,7 +185,7 @@ def _idle_share(run: RunRecords) -> float:
         for start, end in sorted(intervals):
             start, end = max(start, reached), min(end, run.ended_at)
             if end > start:
-                busy += end - start
+                busy += run.seconds(start, end)
                 reached = end
         idle += length - busy
     return idle / length / run.config.generator.replicas

@@ -21,6 +21,8 @@ STEP_S = "step_s"
 """Metric: median seconds between the ends of consecutive steps."""
 LAST_ROWS = 10
 """Rows averaged of a metric with a slash, as in reward_last10."""
+_SUPERVISED = ("sft", "sft_baseline")
+"""Sources of the supervised phases, which share names of `train/` with the trainer."""
 
 _AT = ("start", "end", "gain")
 """Accuracy before training, after it, and the difference: `end` of held-out prompts, `end.SET` of a
@@ -87,6 +89,9 @@ def _value(name: str, summary: dict[str, Any], rows: list[Row]) -> float | None:
     if "/" in name:
         if not any(name in row for row in rows):
             return None
+        if any(name in row and row.get("source") == "trainer" for row in rows):
+            # The SFT baseline comes last: its rows would stand for those of the policy.
+            rows = [row for row in rows if row.get("source") not in _SUPERVISED]
         beside = zero_beside(name)
         values = [row.get(name, 0.0) for row in rows if name in row or beside in row]
         return mean_of(values[-LAST_ROWS:])

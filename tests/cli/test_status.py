@@ -51,6 +51,29 @@ def test_engines_and_verifiers_are_counted_and_missing_ones_named() -> None:
     assert of_rows([row | {"time": 7.0}], CONFIG, state="stopped", now=11.0).peers == ""
 
 
+def evaluating(at: float, done: int) -> dict[str, Any]:
+    return {
+        "time": at, "source": "queue", "step": 2, "activity/seconds": 5.0, "eval/running": "after",
+        "eval/completions_done": done, "eval/completions_wanted": 1000,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_resumed_run_is_told_by_the_rows_of_its_own_start(is_training: bool) -> None:
+    """An evaluation alone is resumed without a row about it."""
+    old = [step(1, 0.0), step(2, 10.0), evaluating(20.0, 10), evaluating(80.0, 500)]
+    resumed = {"source": "launch", "time": 28_800.0, "step": 2, "launch/resumed": 1}
+    old += [resumed] if is_training else []
+    started = 0.0 if is_training else 28_800.0
+    status = of_rows(old, CONFIG, state="running", now=28_810.0, started=started)
+    assert (status.evaluation, status.silent_s, status.step) == ("", {}, 2)
+    # 50 completions were scored again at once, then 5 a second.
+    rows = [*old, evaluating(28_830.0, 50), evaluating(28_840.0, 100)]
+    status = of_rows(rows, CONFIG, state="running", now=28_845.0, started=started)
+    assert status.evaluation.endswith("100 of 1,000 completions scored, about 3 min 00 s left")
+    assert status.silent_s == {"queue": 5.0}
+
+
 IDLE = {
     "time": 7.0, "source": "queue", "step": 5, "generator/busy_s": 9.0, "generator/idle_s": 1.0,
     "generator/reporting": 2, "generator/running": 3,

@@ -13,6 +13,8 @@ from megatron_rl.config.tree import Config
 from megatron_rl.observe.audit import audit_records
 from megatron_rl.observe.audit_findings import SHOWN, WHOLE, Findings
 from megatron_rl.observe.summary import RunFacts, summarize
+from megatron_rl.observe.summary_text import render_text
+from megatron_rl.protocol.metrics import RESUMED
 
 REWARDS = {"step_000000": [[1.0, 0.1], [0.1, 1.0]], "step_000001": [[1.0, 1.0], [0.1, 0.1]],
            "dropped_000001": [[1.0, 1.0]]}  # fmt: skip
@@ -113,6 +115,25 @@ def test_sound_records_hold(run_dir: Path) -> None:
     assert looked_at[WHOLE] == 3
 
 
+def test_a_run_may_begin_at_a_checkpoint_of_another_one(run_dir: Path) -> None:
+    first = {"source": "launch", "time": 1.0, "step": 1, RESUMED: 1, "checkpoint": "x/step_000001"}
+    (run_dir / "rollouts" / "step_000000.jsonl").unlink()
+    rows = [first, *metrics()[1:]]
+    write(run_dir / "metrics.jsonl", rows)
+    facts = RunFacts(max_staleness=1, sampled_accuracy=(4 / 6, 4 / 6))
+    summary = summarize(rows, facts)
+    # It was started once.
+    assert (summary["steps"], summary["resumes"]) == (1, 0)
+    assert "starts" not in render_text(summary | {"wall_s": {"rl": 1.0}}, facts)
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    findings = audited(run_dir)
+    assert findings.is_sound, findings
+    # A resume from its own checkpoint comes after rows, and excuses no lost step.
+    write(run_dir / "metrics.jsonl", [metrics()[2] | {"step": 0, "label": "before"}, *rows])
+    text = audited(run_dir).rules[WHOLE].examples[0]
+    assert "no row of 1 of 2 steps, the first is 1" in text
+
+
 def test_versions_of_chats_that_waited_at_the_same_time_have_no_order(run_dir: Path) -> None:
     # Two chats of two replies each, between which the weights changed.
     spans = [[0, 0, 1], [1, 2, 3], [0, 4, 5], [1, 6, 7]]
@@ -150,6 +171,50 @@ def test_thinned_tokens_are_told_and_break_no_rule(run_dir: Path) -> None:
         assert sum("tokens thinned" in text for text in findings.skipped) == 1
     assert findings.is_sound
     assert findings.rules["a reward is the sum of its parts"].looked_at == 10
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new"),
+    [("queue.max_staleness", "max_staleness = 1", "max_staleness = 0"),
+     ("queue.record_tokens", "record_tokens = false", "record_tokens = true"),
+     ("train.group_size", "group_size = 2", "group_size = 3")],
+)  # fmt: skip
+def test_each_part_of_a_run_is_judged_by_its_configuration(
+    run_dir: Path, key: str, old: str, new: str
+) -> None:
+    path = run_dir / "config.toml"
+    text = path.read_text()
+    assert text.count(old) == 1
+    if key == "train.group_size":
+        # A larger limit excuses no earlier step: its group has three.
+        extra = line(0, 2, 0.1, 0)
+        change_lines("rollouts/step_000000.jsonl", lambda rows: rows.append(extra))(run_dir)
+    path.write_text(text.replace(old, new))
+    broken = {}
+    for step in (1, 2):
+        resumed = {"source": "launch", "time": 9.0, "step": step, RESUMED: 1}
+        write(run_dir / "metrics.jsonl", [*metrics()[:step], resumed, *metrics()[step:]])
+        (run_dir / f"config.until_step_00000{step}.toml").write_text(text)
+        findings = audited(run_dir)
+        assert not any("unknown configuration" in text for text in findings.skipped)
+        broken[step] = {
+            name: rule.broken
+            for name, rule in findings.rules.items()
+            if rule.broken and name.startswith(("no rollout", "token ids", "a group has each"))
+        }
+        (run_dir / f"config.until_step_00000{step}.toml").unlink()
+    # The second step is trained after a resume at step 1, and before one at step 2.
+    assert (
+        broken
+        == {
+            "queue.max_staleness": {1: {"no rollout is staler than queue.max_staleness": 1}, 2: {}},
+            "queue.record_tokens": {1: {"token ids and logprobs match their lines": 2}, 2: {}},
+            "train.group_size": {n: {"a group has each rollout once": 1} for n in (1, 2)},
+        }[key]
+    )
+    # Nothing is judged by a configuration that was not kept.
+    findings = audited(run_dir)
+    assert any("unknown configuration, such as step 1" in text for text in findings.skipped)
 
 
 def change_lines(name: str, change: Callable[[list[dict]], None]) -> Callable[[Path], None]:

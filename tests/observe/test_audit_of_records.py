@@ -12,13 +12,18 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cli.main import main
+from megatron_rl.config.files import dump_toml
 from megatron_rl.observe.audit import audit_records
 from megatron_rl.observe.audit_findings import SHOWN, WHOLE, Findings
+from megatron_rl.protocol.types import UNGRADABLE, Score
 from tests.observe.recorded_run import GROUPS, SIZE, STEPS, change_row, record_run, remove_line
+from tests.rollout_queue.makers import RIGHT
+from tests.rollout_queue.played_queue import PlayedQueue
 
 MATCH = "metrics of a step match its rollouts"
 SUMMARY = "the summary matches the metrics and records"
 NOT_COMPARED = ("time", "source", "step", "train/", "wait/", "weight_sync/")
+WRONG = Score(0.0, {"format": 0.0, "correct": 0.0}, "wrong_answer")
 NO_SOURCE = {"sft_baseline", "wall_s", "hf_export"}
 """Values of a summary that no record has."""
 
@@ -67,6 +72,49 @@ def test_records_of_the_real_queue_hold(run_dir: Path) -> None:
     told = [text for text in findings.skipped if text.startswith("figures that")]
     names = "train/*, wait/*, weight_sync/*"
     assert told == [f"figures that rollouts do not yield: {names}"]
+
+
+def test_a_replaced_completion_and_its_replacement_may_both_be_dropped(tmp_path: Path) -> None:
+    tries: Counter[str] = Counter()
+
+    def judge(prompt: str, index: int) -> Score | str:
+        """The last completion cannot be graded at first; half of the groups are all wrong."""
+        tries[prompt] += index == 3
+        if index == 3 and tries[prompt] == 1:
+            return UNGRADABLE
+        return RIGHT if index == 1 and int(prompt[1:]) % 2 == 0 else WRONG
+
+    queue = PlayedQueue(tmp_path, judge, queue={"max_attempts": 1})
+    (tmp_path / "config.toml").write_text(dump_toml(queue.config))
+    queue.start()
+    queue.play(20)
+    dropped = file_of(tmp_path, 1, "dropped")
+    lines = [json.loads(line) for line in dropped.read_text().splitlines()]
+    places = Counter((line["group"], line["index"]) for line in lines)
+    assert max(places.values()) == 2
+    assert not broken(audited(tmp_path))
+    # A scored completion that is there twice contradicts its group.
+    twice = [line for line in lines if line["reward"] is not None][:1]
+    dropped.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *twice]))
+    assert broken(audited(tmp_path)) == {"a group has each rollout once": 1}
+
+
+def test_an_evaluation_may_lose_a_problem_halfway(tmp_path: Path) -> None:
+    rules = {"prompts": 3, "samples": 4, "timeout_s": 8.5, "temperature": 1.0}
+    classes = lambda request: [0] * len(request.texts)  # noqa: E731
+    queue = PlayedQueue(tmp_path, lambda p, i: RIGHT, held_out=3, eval=rules, classify=classes)
+    (tmp_path / "config.toml").write_text(dump_toml(queue.config))
+    queue.start()
+    queue.play(14, is_slow=True)
+    folder = tmp_path / "rollouts"
+    lines = (folder / "eval_before.jsonl").read_text().splitlines(keepends=True)
+    lost = (folder / "dropped_eval_before.jsonl").read_text().splitlines()
+    # Two of three problems are whole, and the deadline ended the third one in its middle.
+    assert len(lines) == 8 and 0 < len(lost) < 4
+    assert not broken(audited(tmp_path))
+    for kept in (lines[:-1], lines[:4]):
+        (folder / "eval_before.jsonl").write_text("".join(kept))
+        assert broken(audited(tmp_path)) == {WHOLE: 1}
 
 
 def test_every_figure_of_a_step_is_compared(run_dir: Path) -> None:
@@ -203,6 +251,11 @@ def test_an_evaluation_has_no_model_to_load(
 ) -> None:
     assert main(["audit", "--model", str(run_dir)]) == 2
     assert f"{run_dir}/hf/final is gone" in caplog.text
+    config = run_dir / "config.toml"
+    caplog.clear()
+    config.write_text(config.read_text().replace(f"steps = {STEPS}", "steps = 0"))
+    assert main(["audit", "--model", str(run_dir)]) == 2
+    assert "took no step of reinforcement learning" in caplog.text and "gone" not in caplog.text
     (run_dir / "summary.json").unlink()
     assert main(["audit", "--model", str(run_dir)]) == 2
     assert "its run has not ended" in caplog.text

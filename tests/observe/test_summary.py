@@ -204,6 +204,22 @@ def test_trainer_idle_leaves_the_evaluation_out_of_waiting_and_of_the_loop() -> 
     assert trainer_idle_fraction(run_rows()) == pytest.approx(3.5 / 8.0)
 
 
+def test_an_evaluation_during_which_training_goes_on_is_time_of_the_loop() -> None:
+    """100 steps of 10 s that wait for 6; other engines evaluate for 98 s after each tenth step."""
+    rows = [FIRST_WEIGHT_SYNC]
+    for step in range(1, 101):
+        rows.append(step_row(step, 100.0 + 10 * step, wait__batch_s=6.0, train__update_s=3.5))
+        if step % 10 == 0:
+            rows.append(eval_row(f"step_{step - 10}", 99.0 + 10 * step, 0.5, seconds=98.0))
+    busy = {"source": "generator-0", "step": 1, "generator/idle_s": 2.0, "generator/busy_s": 6.0}
+    rows += [busy | {"time": 150.0}]
+    assert trainer_idle_fraction(rows) == pytest.approx(0.6)
+    assert generator_idle_fraction(rows) == pytest.approx(0.25)
+    # One evaluation follows the other.
+    rows = [row | {"eval/seconds": 100.0} if "eval/seconds" in row else row for row in rows]
+    assert trainer_idle_fraction(rows) == pytest.approx(0.6)
+
+
 def test_the_time_in_which_a_run_was_stopped_is_no_time_of_the_loop() -> None:
     rows = [
         FIRST_WEIGHT_SYNC,

@@ -12,6 +12,7 @@ import tomli_w
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.expert import with_expert
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.metrics import RESUMED
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.simulation.calibration import Calibration, calibrate
 from megatron_rl.simulation.cluster import Cluster, Span
@@ -116,6 +117,38 @@ def test_what_is_measured_is_what_was_simulated(tmp_path: Path) -> None:
     assert found.generator_idle == pytest.approx(expected.generator_idle, abs=0.03)
     assert found.sync_s == pytest.approx(0.3)
     assert found.staleness_max == 1
+
+
+def test_the_time_in_which_the_run_was_stopped_is_no_time_of_a_step(tmp_path: Path) -> None:
+    record(tmp_path, setting())
+    without = measure(read_run(tmp_path))
+    stop_s = 28_800.0
+    path = tmp_path / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    stopped = rows[9]["time"]
+    for row in rows[10:]:
+        row["time"] += stop_s
+    again = {"source": "launch", "step": 10, RESUMED: 1, "time": stopped + stop_s - 60.0}
+    synced = {"source": "trainer", "step": 10, "weight_sync/s": 0.3, "time": stopped + stop_s}
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows[:10], again, synced, *rows[10:]])
+    )
+    for file in (tmp_path / "rollouts").glob("*.jsonl"):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for line in lines:
+            # The queue's clock stood still between what it did before and after the stop.
+            line["times"] = {
+                name: at + stop_s * (name != "first_token_s" and at > stopped)
+                for name, at in line["times"].items()
+            }
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(tmp_path)
+    found = measure(run)
+    for name in ("step_s", "rest_s", "trainer_idle", "generator_idle"):
+        assert getattr(found, name) == pytest.approx(getattr(without, name), abs=1e-3), name
+    # No completion that was under way counts: the longest takes seconds.
+    assert found.latency_s == pytest.approx(without.latency_s, rel=0.1)
+    assert calibrate(run).fitted.trainer.step_s == pytest.approx(without.rest_s, abs=1e-3)
 
 
 def test_the_fit_finds_the_costs_that_made_the_run(fitted: Calibration) -> None:

@@ -9,6 +9,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml
 from megatron_rl.config.tree import PortsConfig
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, seal
+from megatron_rl.protocol.metrics import RESUMED
 from megatron_rl.sweep.folders import FAILURE, State, check_folders, state_of
 from megatron_rl.sweep.plan import PlannedRun
 from tests.sweep.places import SWEEP, plan_of
@@ -37,6 +38,16 @@ def test_states_follow_what_a_run_leaves(tmp_path: Path) -> None:
     assert state_of(run) is State.FAILED
     save_summary(run, 3)
     assert state_of(run) is State.COMPLETE
+
+
+def test_steps_before_the_checkpoint_of_another_run_count(tmp_path: Path) -> None:
+    run = plan_of(tmp_path).runs[0]
+    save_config(run)
+    save_summary(run, 1)  # of 3
+    row = {"source": "launch", "time": 1.0, RESUMED: 1, "checkpoint": "other/step_000002"}
+    for step, state in ((1, State.STARTED), (2, State.COMPLETE)):
+        (run.run_dir / "metrics.jsonl").write_text(json.dumps(row | {"step": step}) + "\n")
+        assert state_of(run) is state
 
 
 def test_a_summary_that_was_cut_short_is_named(tmp_path: Path) -> None:

@@ -34,6 +34,22 @@ def test_metrics_come_from_the_summary_or_from_the_last_ten_rows(tmp_path: Path)
     }  # fmt: skip
 
 
+def test_losses_of_the_sft_baseline_are_not_those_of_training(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text("{}")
+    grad_norms = {"sft": 5.0, "trainer": 1.0, "sft_baseline": 9.0}
+    rows = [
+        {"source": source, "step": k, "time": k, "train/grad_norm": value + k}
+        for source, value in grad_norms.items()
+        for k in range(1, 13)
+    ]
+    write_rows(tmp_path, rows)
+    # The last ten steps of training: 1 + the mean of 3 to 12.
+    assert measure([tmp_path], ["train/grad_norm"]) == [{"train/grad_norm": 8.5}]
+    # A cold start alone: 5 + the mean of 3 to 12.
+    write_rows(tmp_path, rows[:12])
+    assert measure([tmp_path], ["train/grad_norm"]) == [{"train/grad_norm": 12.5}]
+
+
 def test_accuracies_of_sets_at_the_start_and_at_the_end(tmp_path: Path) -> None:
     sets = {"before.math": 0.25, "after.math": 0.75, "before.code": 0.5, "step_5.code": 1.0}
     found = {label: {"accuracy": value, "se": None, "n": 8} for label, value in sets.items()}

@@ -9,12 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_rl.protocol.rollout_files import RolloutRecord
+from megatron_rl.protocol.rollout_files import RecordedSpan, RolloutRecord
 from tools import chaos
 from tools.chaos import Chaos, GaveUp, Plan, compare
 from tools.chaos_audit import audit
 
 STEPS, GROUPS, SIZE = 6, 4, 2
+SOUND = {"prompts_lost": 0, "trained_twice": 0, "wrong_stamps": 0, "steps": STEPS}
 
 
 def record(group: int, index: int, *versions: int, dropped: str = "") -> RolloutRecord:
@@ -52,9 +53,32 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_a_sound_run_has_nothing_to_find(run_dir: Path) -> None:
-    assert audit(run_dir) == {
-        "prompts_lost": 0, "trained_twice": 0, "wrong_stamps": 0, "steps": STEPS,
-    }  # fmt: skip
+    assert audit(run_dir) == SOUND
+
+
+def test_cold_starts_stages_chats_and_replaced_completions_are_sound(run_dir: Path) -> None:
+    config = run_dir / "config.toml"
+    stage = "[[stages]]\nat_step = 4\nqueue = {max_staleness = 3}\n"
+    config.write_text(config.read_text() + stage)
+    path = run_dir / "rollouts/step_000005.jsonl"
+    last = [msgspec.json.decode(line, type=RolloutRecord) for line in path.read_text().splitlines()]
+    path.unlink()
+    spans = [RecordedSpan(4, 0, 1), RecordedSpan(5, 1, 2), RecordedSpan(4, 2, 3)]
+    chats = {"prompt_tokens": 1, "spans": spans, "versions": [4, 5, 4], "row_starts": [3]}
+    changes = {0: {"versions": [2, 5]}, 1: chats}
+    write(run_dir, "step_000005", [
+        msgspec.structs.replace(one, stage=1, **changes.get(number, {}))
+        for number, one in enumerate(last)
+    ])  # fmt: skip
+    # Group 4 was dropped before its first score; group 5 lost one completion, and was trained.
+    lines = (run_dir / "rollouts/step_000001.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "rollouts/step_000001.jsonl").write_text("".join(lines[SIZE:]))
+    write(run_dir, "dropped_000001", [record(5, 0, 1, dropped="ungradable")])
+    dropped = {"source": "trainer", "step": 2, "queue/groups_dropped_attempts_exhausted": 1}
+    rows = [{"source": "sft", "step": 1, "train/loss": 2.0}, dropped]
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    assert audit(run_dir) == SOUND
 
 
 def test_what_is_lost_twice_or_mislabeled_is_counted(run_dir: Path) -> None:

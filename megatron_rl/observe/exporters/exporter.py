@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -21,7 +21,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.observe.exporters.follow import Follower, Row
 from megatron_rl.protocol.closing import Closing
-from megatron_rl.protocol.metrics import RESUMED
+from megatron_rl.protocol.metrics import FIRST_STEP, RESUMED
 from megatron_rl.protocol.process import run_main, set_up_logging
 
 ROLE = "metrics"
@@ -62,6 +62,8 @@ class Exporter(Closing):
         self._writers: list[Writer] = []
         self.passed_on = 0
         """Number of rows that the writers have."""
+        self._last_step = 0
+        """Last step of the trainer in these rows."""
 
     def __enter__(self) -> Self:
         self._open()
@@ -69,7 +71,7 @@ class Exporter(Closing):
 
     def _open(self) -> None:
         self._writers = open_writers(self._config, self._out)
-        self.passed_on = 0
+        self.passed_on = self._last_step = 0
         for rows in self._follower.read_all():
             self._pass_on(rows)
 
@@ -82,19 +84,34 @@ class Exporter(Closing):
     def advance(self) -> int:
         """Export new rows; returns their number."""
         rows = self._follower.read()
-        if any(RESUMED in row for row in rows):
-            # A resumed run repeats steps, so the writers start again without their old rows.
+        if self._are_repeated(rows):
+            # The writers start again, without the rows of steps that are repeated.
             self.close()
             self._open()
         else:
             self._pass_on(rows)
         return len(rows)
 
+    def _are_repeated(self, rows: list[Row]) -> bool:
+        """Whether a resumed run, or a restarted trainer, repeats steps from one of the rows on."""
+        last = self._last_step
+        for row in rows:
+            if RESUMED in row or row.get(FIRST_STEP, last) < last:
+                return True
+            last = _last_step(last, row)
+        return False
+
     def _pass_on(self, rows: list[Row]) -> None:
         if rows:
             self.passed_on += len(rows)
+            self._last_step = reduce(_last_step, rows, self._last_step)
             for writer in self._writers:
                 writer.add(rows)
+
+
+def _last_step(step: int, row: Row) -> int:
+    """The last step of the trainer after one more row."""
+    return max(step, row["step"]) if row["source"] == "trainer" else step
 
 
 def open_writers(config: Config, out: Path) -> list[Writer]:

@@ -4,10 +4,11 @@ Used by the viewer. It is a temporary file, so that a long run needs little memo
 the viewer makes a new one, which grows with the run.
 """
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -18,6 +19,7 @@ from megatron_rl.protocol.rollout_files import RolloutFile, RolloutRecord, rollo
 
 CHUNK_BYTES = 16 << 20
 """Bytes of one read; a longer line takes several."""
+_MARK_BYTES = 256
 _PREVIEW_CHARS = 200
 _MAX_CHOICES = 100
 """Most offered values of a facet."""
@@ -65,6 +67,25 @@ class Place(NamedTuple):
     size: int
 
 
+class _Read(NamedTuple):
+    """What of a file is indexed."""
+
+    end: int
+    """Bytes."""
+    inode: int
+    mark: bytes
+    """The last bytes before the end."""
+
+    def is_of(self, stream: BinaryIO) -> bool:
+        """Whether the file continues it; a run that repeats a step writes another file."""
+        stream.seek(self.end - len(self.mark))
+        is_same = stream.read(len(self.mark)) == self.mark
+        return is_same and self.inode in (0, os.fstat(stream.fileno()).st_ino)
+
+
+_NOTHING = _Read(0, 0, b"")
+
+
 class Index(Closing):
     """The rollouts of a run folder."""
 
@@ -73,8 +94,7 @@ class Index(Closing):
         self._run_dir = run_dir
         rollout_files(run_dir)  # says what is missing
         self._files: list[RolloutFile] = []
-        self._read: dict[Path, int] = {}
-        """Indexed bytes by file."""
+        self._read: dict[Path, _Read] = {}
         self._count = 0
         self._facets: dict[str, list[tuple[Any, int]]] | None = None
         self._connection = sqlite3.connect(database, check_same_thread=False)
@@ -87,67 +107,94 @@ class Index(Closing):
         self._connection.close()
 
     def refresh(self) -> int:
-        """Index new rollouts; returns their number."""
+        """Index new rollouts; returns their number.
+
+        Rollouts of files that a resumed run has moved away or writes anew are left out.
+        """
         count = 0
-        for file in rollout_files(self._run_dir):
+        present = rollout_files(self._run_dir)
+        for path in self._read.keys() - {file.path for file in present}:
+            self._forget(path)
+        for file in present:
             if file.path not in self._read:
-                self._read[file.path] = 0
                 self._files.append(file)
+                self._read[file.path] = _NOTHING
             count += self._take(file)
         self._connection.commit()
         if count:
             self._facets = None
         return count
 
+    def _number(self, path: Path) -> int:
+        return next(i for i, known in enumerate(self._files) if known.path == path)
+
+    def _forget(self, path: Path) -> None:
+        """Remove the rollouts of a file, which is read from its beginning if it comes again."""
+        if self._read[path].end:
+            number = [self._number(path)]
+            of_file = "select id from rollouts where file = ?"
+            self._connection.execute(f"delete from texts where id in ({of_file})", number)
+            self._connection.execute("delete from rollouts where file = ?", number)
+            self._facets = None
+        self._read[path] = _NOTHING
+
     def _take(self, file: RolloutFile) -> int:
-        number = next(i for i, known in enumerate(self._files) if known.path == file.path)
+        number = self._number(file.path)
+        try:
+            stream = file.path.open("rb")
+        except FileNotFoundError:
+            self._forget(file.path)
+            return 0
+        except OSError as error:
+            raise InputError(f"cannot read {file.path}: {error.strerror}") from error
         count = 0
         marks = ", ".join("?" * (len(_COLUMNS) + 1))
-        for rows, texts in self._rows(file, number):
-            first = self._count + 1
-            self._connection.executemany(
-                f"insert into rollouts values ({marks})",
-                [(first + place, *row) for place, row in enumerate(rows)],
-            )
-            self._connection.executemany(
-                "insert into texts values (?, ?, ?)",
-                [(first + place, *row) for place, row in enumerate(texts)],
-            )
-            self._count += len(rows)
-            count += len(rows)
+        with stream:
+            if not self._read[file.path].is_of(stream):
+                self._forget(file.path)
+            for rows, texts in self._rows(stream, file, number):
+                first = self._count + 1
+                self._connection.executemany(
+                    f"insert into rollouts values ({marks})",
+                    [(first + place, *row) for place, row in enumerate(rows)],
+                )
+                self._connection.executemany(
+                    "insert into texts values (?, ?, ?)",
+                    [(first + place, *row) for place, row in enumerate(texts)],
+                )
+                self._count += len(rows)
+                count += len(rows)
         return count
 
     def _rows(
-        self, file: RolloutFile, number: int
+        self, stream: BinaryIO, file: RolloutFile, number: int
     ) -> Iterator[tuple[list[tuple[Any, ...]], list[tuple[str, str]]]]:
         """Rows and texts of new complete lines, chunk by chunk."""
         decoder = msgspec.json.Decoder(RolloutRecord)
-        try:
-            stream = file.path.open("rb")
-        except OSError as error:
-            raise InputError(f"cannot read {file.path}: {error.strerror}") from error
-        with stream:
-            stream.seek(self._read[file.path])
-            torn = b""
-            while data := stream.read(CHUNK_BYTES):
-                *lines, torn = (torn + data).split(b"\n")
-                rows, texts = [], []
-                for line in lines:
-                    record = self._decode(file.path, line, decoder)
-                    place = (number, self._read[file.path], len(line))
-                    rows.append(place + _values(file, record))
-                    texts.append((record.problem, record.text))
-                    self._read[file.path] += len(line) + 1
-                yield rows, texts
+        inode = os.fstat(stream.fileno()).st_ino
+        start = self._read[file.path].end
+        stream.seek(start)
+        torn = b""
+        while data := stream.read(CHUNK_BYTES):
+            *lines, torn = (torn + data).split(b"\n")
+            rows, texts = [], []
+            for line in lines:
+                record = self._decode(file.path, start, line, decoder)
+                rows.append((number, start, len(line), *_values(file, record)))
+                texts.append((record.problem, record.text))
+                start += len(line) + 1
+            yield rows, texts
+            if lines:
+                self._read[file.path] = _Read(start, inode, lines[-1][-_MARK_BYTES:] + b"\n")
 
     def _decode(
-        self, path: Path, line: bytes, decoder: "msgspec.json.Decoder[RolloutRecord]"
+        self, path: Path, start: int, line: bytes, decoder: "msgspec.json.Decoder[RolloutRecord]"
     ) -> RolloutRecord:
         try:
             return decoder.decode(line)
         except msgspec.MsgspecError as error:
             with path.open("rb") as stream:
-                number = stream.read(self._read[path]).count(b"\n") + 1
+                number = stream.read(start).count(b"\n") + 1
             raise line_error(path, number, error, expected="a recorded rollout") from error
 
     def page(

@@ -11,6 +11,7 @@ style.
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from megatron_rl.observe.viewer.tokens import read_record, view_tokens
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 REFRESH_S = 5.0
 MAX_PAGE = 500
@@ -78,7 +80,11 @@ class Viewer:
         async def refresh() -> None:
             while True:
                 await asyncio.sleep(REFRESH_S)
-                await self._ask(self._index.refresh)
+                try:
+                    await self._ask(self._index.refresh)
+                except InputError as error:
+                    log.warning("later rollouts are not shown: %s", error)
+                    return
 
         task = asyncio.create_task(refresh())
         yield

@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.observe.exporters import exporter
 from megatron_rl.observe.exporters.exporter import Exporter
 from tests.observe.exporters.rows import row, write
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,6 +41,29 @@ def test_steps_that_are_taken_again_replace_the_former_ones(tmp_path: Path) -> N
         write(path, [row("launch", 1, launch__resumed=1), row("trainer", 2, train__loss=5.0)])
         passing.advance()
     assert losses(tmp_path) == [(1, 1.0), (2, 5.0)]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_steps_that_a_restarted_trainer_repeats_are_counted_once(
+    tmp_path: Path, at_once: bool
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    steps = [row("trainer", n, train__loss=0.1, queue__rollouts_trained=4.0) for n in range(1, 6)]
+    write(path, [row("trainer", -1, trainer__first_step=0), *steps[:2]])
+    port = free_port()
+    with Exporter(config_of(tmp_path, f"metrics.prometheus_port={port}"), tmp_path) as passing:
+        new = [steps[2], row("trainer", -1, trainer__first_step=1), *steps[1:4]]
+        for rows in [new] if at_once else [[one] for one in new]:
+            write(path, rows)
+            passing.advance()
+        # The newest step was repeated, and none after it: what is counted stays.
+        write(path, [row("trainer", -1, trainer__first_step=4), steps[4]])
+        passing.advance()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+    [count] = [line for line in lines if "megatron_rl_queue_rollouts_trained_total{" in line]
+    # Five steps of four.
+    assert float(count.rpartition(" ")[2]) == 20.0
 
 
 def test_weights_and_biases_offline_leaves_a_folder(tmp_path: Path) -> None:

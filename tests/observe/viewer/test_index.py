@@ -120,6 +120,38 @@ def test_what_is_written_later_is_found_and_torn_lines_wait(
     assert index.place(99) is None
 
 
+@pytest.mark.parametrize("is_moved", [True, False], ids=["moved", "removed"])
+def test_a_repeated_step_takes_the_place_of_the_earlier_one(
+    tmp_path: Path, opened: Callable[[], Index], is_moved: bool
+) -> None:
+    folder = tmp_path / "run" / "rollouts"
+    path, other = folder / "step_000001.jsonl", folder / "step_000000.jsonl"
+    write(other, [record(0, 0, text="first")])
+    write(path, [record(1, index, text="old") for index in range(2)])
+    index = opened()
+    for seen in (True, False):
+        (folder / f"superseded_{seen}").mkdir()
+        if is_moved:
+            path.rename(folder / f"superseded_{seen}" / path.name)
+        else:
+            # The file system may use its inode again.
+            path.unlink()
+        if seen:
+            assert index.refresh() == 0
+            assert len(ids(index, Filter())) == 1 and dict(index.facets()["task"]) == {"math": 1}
+        # Longer than before, with other lines.
+        write(path, [record(7, i, text=f"new {seen} " + "x" * 99) for i in range(4)])
+        assert index.refresh() == 4
+        rows = ids(index, Filter(search="new"))
+        assert len(rows) == 4 and len(ids(index, Filter())) == 5
+        assert ids(index, Filter(search="old")) == []
+        place = index.place(rows[-1])
+        assert place is not None and read_record(place).text == f"new {seen} " + "x" * 99
+    write(path, [record(7, 4, text="appended")])
+    assert index.refresh() == 1
+    assert len(ids(index, Filter())) == 6
+
+
 def test_a_group_is_that_of_its_own_file(tmp_path: Path, opened: Callable[[], Index]) -> None:
     folder = tmp_path / "run" / "rollouts"
     write(folder / "step_000000.jsonl", [record(5, 1), record(5, 0), record(6, 0)])
