@@ -159,7 +159,7 @@ def test_calls_that_cannot_be_made_are_seen(site: Site, renderer: Renderer) -> N
     *_, called = texts_of(rollout, renderer)
     given = called.partition(TWO_CALLS)[2]
     assert "Error: look_up: call one tool at a time" in given
-    assert given.index("found") < given.index("Error")
+    assert given.index("Error") < given.index("found")
 
 
 @pytest.mark.parametrize("history", ["keep", "template"])
@@ -180,7 +180,7 @@ def test_a_fault_is_seen_by_all_later_turns(
     assert third[: len(second)] == second
     given = other.tokenizer.decode(third)
     assert given.count("Error: look_up") == 1
-    assert given.index("fig is a") < given.index("Error") < given.index("thanks")
+    assert given.index("Error") < given.index("fig is a") < given.index("thanks")
 
 
 def test_a_key_ends_with_its_episode_and_opens_no_other(
