@@ -82,7 +82,7 @@ class _Reply(NamedTuple):
     turn: Turn
     found: ParsedReply
     faults: list[GivenMessage]
-    """Of the calls that were not returned, for the policy: they follow the client's results."""
+    """Of the calls that were not returned, for the policy: they precede the client's results."""
 
 
 class Session:
@@ -224,37 +224,32 @@ class Session:
         found, end = self._find(asked, asked.replied), len(asked.messages)
         if found is None:
             return self._episode.place(None, [], self._given(asked, 0, end), asked.tools)
-        # Replies that are kept are not rendered again.
-        earlier = self._given(asked, 0, asked.replied) if histories.is_rendered else []
         rest = self._given(asked, asked.replied, end)
-        return self._episode.place(found.turn, earlier, rest, asked.tools)
+        if histories.is_rendered:
+            earlier = self._given(asked, 0, asked.replied)
+            return self._episode.place(found.turn, earlier, rest, asked.tools)
+        if rest and rest[0]["role"] == "tool":
+            rest = [*found.faults, *rest]
+        return self._episode.place(found.turn, [], rest, asked.tools)
 
     def _given(self, asked: ChatRequest, begin: int, end: int) -> list[GivenMessage]:
-        """Messages for the chat template, with faults behind the results. Raises RenderError.
+        """Messages for the chat template. Raises RenderError.
 
-        Where it renders replies again, they are the policy's.
+        Where it renders replies again, they are the policy's, with the faults behind them.
         """
         histories, turns = self._episode.histories, []
-        faults: list[GivenMessage] = []
-        # In a history that the client changed its calls stand without the faulty ones.
-        tells_faults = histories.is_rendered or begin == asked.replied
         for number in range(begin, end):
             message = asked.messages[number]
-            if message.role == "tool":
-                answered = self._find(asked, number) if tells_faults else None
-                faults = answered.faults if answered else faults
-            else:
-                turns += faults
-                faults = []
-            # The thoughts of a reply, which programs do not repeat.
-            is_reply = histories.is_rendered and message.role == "assistant"
-            known = self._find(asked, number + 1) if is_reply else None
-            turns.append(
-                histories.message(known.turn, known.found)
-                if known
-                else message.turn(histories.call_form)
-            )
-        return [*turns, *faults]
+            if histories.is_rendered and message.role == "assistant":
+                # The thoughts of a reply, which programs do not repeat.
+                if known := self._find(asked, number + 1):
+                    turns.append(histories.message(known.turn, known.found))
+                    continue
+            if histories.is_rendered and message.role == "tool":
+                if answered := self._find(asked, number):
+                    turns += answered.faults
+            turns.append(message.turn(histories.call_form))
+        return turns
 
     def _find(self, asked: ChatRequest, end: int) -> _Reply | None:
         """The reply that ends this number of messages; None: they end otherwise."""
@@ -267,8 +262,7 @@ class Session:
         calls, faults, content = found.calls, found.faults, found.content
         if asked.max_calls is not None:
             refused = [f"{one.name}: call one tool at a time" for one in calls[asked.max_calls :]]
-            # In this order a template that names results takes the names of all calls.
-            calls, faults = calls[: asked.max_calls], [*refused, *faults]
+            calls, faults = calls[: asked.max_calls], [*faults, *refused]
         if faults and not calls:
             # Nothing goes unseen: the client has no call to answer.
             content = self._episode.histories.renderer.decode(turn.reply_ids)
