@@ -14,12 +14,12 @@ from contextlib import aclosing
 import msgspec
 
 from generation.engine import EngineError, RequestRefused
-from generation.scoring_engine import ScoringEngine, judge_context
+from generation.scoring_engine import ScoringEngine
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.chat_template import RenderError
 from megatron_rl.protocol.control_tokens import ControlTokens, TooManyTokens
-from megatron_rl.protocol.render import Renderer
+from megatron_rl.protocol.render import Renderer, judge_context
 from megatron_rl.protocol.rollout import Sampling
 from megatron_rl.protocol.scorer_messages import Judged, JudgeRequest
 

@@ -368,3 +368,9 @@ def stop_strings(model: Path) -> list[str]:
 def read_values(path: Path) -> dict[str, Any]:
     """Values of a model's JSON file; values of `text_config` come first."""
     return text_values(json.loads(path.read_text())) if path.exists() else {}
+
+
+def judge_context(config: Config) -> int:
+    """Tokens of a judge's messages and reply together."""
+    found, most = read_values(config.scored_folder / "config.json"), config.scorer.kv_tokens
+    return min(int(found.get("max_position_embeddings", most)), most)
