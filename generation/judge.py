@@ -63,8 +63,20 @@ class Judge:
         replies = [self._renderer.encode(verdict) for verdict in request.verdicts]
         if not all(replies):
             raise RequestRefused("an empty verdict has no logprob")
+        self._check_verdicts(request.verdicts, replies)
         self._check(prompt, max(map(len, replies)))
         return Judged(0, await asyncio.gather(*(self._score(prompt, ids) for ids in replies)), "")
+
+    def _check_verdicts(self, verdicts: Sequence[str], replies: Sequence[Sequence[int]]) -> None:
+        """Raise RequestRefused for two verdicts with the same tokens, such as unknown words."""
+        first: dict[tuple[int, ...], str] = {}
+        for verdict, ids in zip(verdicts, replies, strict=True):
+            if (other := first.setdefault(tuple(ids), verdict)) != verdict:
+                raise RequestRefused(
+                    f"the judge's tokenizer gives the verdicts {other!r} and {verdict!r} the same "
+                    f"tokens ({self._renderer.decode(list(ids))!r}), so both are as likely: take "
+                    "other words, or a judge that knows these"
+                )
 
     async def _score(self, prompt: list[int], reply: Sequence[int]) -> float:
         async with self._room:

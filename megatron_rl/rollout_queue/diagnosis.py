@@ -260,7 +260,7 @@ def _judge_refuses(refused: int, total: int, setting: Setting) -> Finding:
         "judge_refuses",
         f"The judge {config.judge_folder} refuses {refused} of {total} conversations, which earn 0 "
         f"(judge_refused). Likely cause: its messages and its reply together may have {room} "
-        "tokens, and rubric, question and answer need more; logs/scorer-0.log says how many. "
+        "tokens, and rubric, question and answer need more; logs/scorer-0.log has each refusal. "
         f"Fix: {fix}; or shorten the rubric, or sampling.max_new_tokens = "
         f"{config.sampling.max_new_tokens}.",
     )
