@@ -26,6 +26,10 @@ _BATCH_PROMPTS = 512
 _CPP = re.compile(r"\bC\+\+|\bcpp\b", re.IGNORECASE)
 
 
+class NoTemplate(InputError):
+    """A model's folder has no chat template."""
+
+
 class RenderedExample(NamedTuple):
     """Token ids of a prompt and of the response to learn."""
 
@@ -280,7 +284,7 @@ def _load_tokenizer(model: Path, chat_template: str) -> Any:
     if chat_template:
         tokenizer.chat_template = chat_template
     if not tokenizer.chat_template:
-        raise InputError(
+        raise NoTemplate(
             f"model.path={model}: its tokenizer has no chat template; set render.chat_template"
         )
     return tokenizer
