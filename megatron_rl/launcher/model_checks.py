@@ -27,8 +27,9 @@ from megatron_rl.config.layer_choice import (
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.tree import Config, GeneratorConfig
 from megatron_rl.plan.card import listed_card
+from megatron_rl.protocol.chat_template import RenderError
 from megatron_rl.protocol.checkpoint_folder import COMPLETE
-from megatron_rl.protocol.render import NoTemplate, Renderer, read_values
+from megatron_rl.protocol.render import NoTemplate, Renderer, judge_context, read_values
 from megatron_rl.protocol.weight_files import whole_weight_files
 from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.rope import check_length
@@ -39,7 +40,7 @@ from megatron_rl.weights.layout.shape import (
     counts_of,
     read_shape,
 )
-from verification.environments.judging import YES_NO
+from verification.environments.judging import YES_NO, blank_message
 
 _RUBRIC = "verification.environments.judging:rubric"
 _ENGINE = "transformer-engine-torch"
@@ -334,10 +335,27 @@ def check_judge(config: Config) -> None:
     except InputError as error:
         # It names the key of the policy's folder.
         raise InputError(f"{key} = {folder}: {error}") from error
-    if graded and renderer.encode(YES_NO[0]) == renderer.encode(YES_NO[1]):
+    if graded:
+        _check_rubric(renderer, config, f"{key} = {folder}", graded[0])
+
+
+def _check_rubric(renderer: Renderer, config: Config, given: str, task: str) -> None:
+    """The judge tells its verdicts apart, and has room for the fixed text. given: key and value."""
+    if renderer.encode(YES_NO[0]) == renderer.encode(YES_NO[1]):
         raise InputError(
-            f"{key} = {folder}: its tokenizer gives {' and '.join(YES_NO)} the same tokens, so it "
-            f"cannot grade reward.tasks.{graded[0]}: give another model"
+            f"{given}: its tokenizer gives {' and '.join(YES_NO)} the same tokens, so it cannot "
+            f"grade reward.tasks.{task}: give another model"
+        )
+    try:
+        text = renderer.template.render([{"role": "user", "content": blank_message()}])
+    except RenderError as error:
+        raise InputError(f"{given}: its chat template: {error}") from error
+    needed, room = len(renderer.encode(text)) + 1, judge_context(config)
+    if needed > room:
+        raise InputError(
+            f"{given}: it has room for {room} tokens, and the fixed text about a rubric takes "
+            f"{needed} before question, answer and rubric of reward.tasks.{task}: give a judge "
+            "with more positions, or raise expert.scorer.kv_tokens if that is the limit"
         )
 
 

@@ -120,6 +120,14 @@ def test_a_judge_that_could_grade_nothing_is_refused(tmp_path: Path) -> None:
     write("A", "B")
     with pytest.raises(InputError, match="gives Yes and No the same tokens"):
         check_judge(config)
+    # A word-level tokenizer without a splitter has one token for a text; a verdict is another one.
+    write("Yes", "No")
+    shape = SHAPE | {"max_position_embeddings": 2}
+    (folder / "config.json").write_text(json.dumps(shape))
+    check_judge(config)
+    (folder / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 1}))
+    with pytest.raises(InputError, match=r"room for 1 tokens, and .* takes 2 before .*essay"):
+        check_judge(config)
 
 
 def test_the_scorer_has_the_gpus_behind_those_of_the_generators(overrides: list[str]) -> None:
