@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import msgspec
 
 from generation.engine import EngineError, RequestRefused
-from generation.scoring_engine import ScoringEngine, judge_context
+from generation.scoring_engine import ScoringEngine
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.chat_template import RenderError
 from megatron_rl.protocol.control_tokens import ControlTokens, TooManyTokens
-from megatron_rl.protocol.render import Renderer
+from megatron_rl.protocol.render import Renderer, judge_context
 from megatron_rl.protocol.rollout import Sampling
 from megatron_rl.protocol.scorer_messages import Judged, JudgeRequest
 
@@ -89,8 +89,20 @@ class Judge:
         replies = [self._renderer.encode(verdict) for verdict in request.verdicts]
         if not all(replies):
             raise RequestRefused("an empty verdict has no logprob")
+        self._check_verdicts(request.verdicts, replies)
         self._check(prompt, max(map(len, replies)))
         return Judged(0, await asyncio.gather(*(self._score(prompt, ids) for ids in replies)), "")
+
+    def _check_verdicts(self, verdicts: Sequence[str], replies: Sequence[Sequence[int]]) -> None:
+        """Raise RequestRefused for two verdicts with the same tokens, such as unknown words."""
+        first: dict[tuple[int, ...], str] = {}
+        for verdict, ids in zip(verdicts, replies, strict=True):
+            if (other := first.setdefault(tuple(ids), verdict)) != verdict:
+                raise RequestRefused(
+                    f"the judge's tokenizer gives the verdicts {other!r} and {verdict!r} the same "
+                    f"tokens ({self._renderer.decode(list(ids))!r}), so both are as likely: take "
+                    "other words, or a judge that knows these"
+                )
 
     async def _score(self, prompt: list[int], reply: Sequence[int]) -> float:
         async with self._room:

@@ -12,7 +12,7 @@ from generation.engine import EngineError, EngineSetup, EngineTimeout, RequestRe
 from generation.sglang_engine import SGLangEngine
 from generation.sglang_http import post
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.render import read_values
+from megatron_rl.protocol.render import judge_context, read_values
 from megatron_rl.protocol.wire import LOOPBACK
 from megatron_rl.weights.layout.shape import read_shape
 
@@ -123,12 +123,6 @@ def vocabulary(config: Config) -> Vocabulary:
     if not config.algorithm.needs_scorer:
         return Vocabulary(size, size)
     return Vocabulary(size, read_shape(config.model.path).vocab)
-
-
-def judge_context(config: Config) -> int:
-    """Tokens of a judge's messages and reply together."""
-    found, most = read_values(config.scored_folder / "config.json"), config.scorer.kv_tokens
-    return min(int(found.get("max_position_embeddings", most)), most)
 
 
 def scoring_setup(config: Config, stop_ids: tuple[int, ...] = ()) -> EngineSetup:

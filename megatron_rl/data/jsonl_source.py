@@ -201,6 +201,8 @@ def with_columns(error: BadLine, fields: Mapping[str, Any], place: str) -> BadLi
         f"{place}: there is no {wanted!r}; the row has {', '.join(fields)}"
         f"{nearest(wanted, fields)}. Rename the column, or name it by prompts.columns.{wanted}"
     )
+    if wanted == "answer" and fields.get("task") not in (None, "", CODE, *COMPARED):
+        text += '; where the task\'s environment or reward needs no answer, write "answer": ""'
     return BadLine(text, error.reason)
 
 

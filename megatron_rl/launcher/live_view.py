@@ -268,7 +268,9 @@ class LiveView:
         running = {name: role for name, role in roles.items() if role.ended is None}
         starting = [n for n, role in running.items() if role.kind in _ENGINES and not role.is_ready]
         waits = waits_text(self.state.waits, time.time()) if self._has_shown_rollouts else ""
-        return waits or self._awaited.text(starting, list(running), now)
+        if not waits:
+            return self._awaited.text(starting, list(running), now)
+        return "; ".join([*_scorers_text(roles.values()), waits])
 
     def _say(self, line: str) -> None:
         self._said_at = self._clock()
@@ -319,3 +321,13 @@ class LiveView:
                 state += ", given up for now" if role.is_given_up else ", restarts"
             states.append(f"{role.name} {state}")
         return "   ".join(states)
+
+
+def _scorers_text(roles: Iterable[Role]) -> list[str]:
+    """Texts about scorers that answer nothing now: environments wait for a judge without a sign."""
+    return [
+        f"{role.name} {'starts its engine' if role.ended is None else 'is down, and restarts'}"
+        for role in roles
+        if role.kind == "scorer"
+        and (role.restart_at is not None if role.ended is not None else not role.is_ready)
+    ]

@@ -27,8 +27,9 @@ from megatron_rl.config.layer_choice import (
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.tree import Config, GeneratorConfig
 from megatron_rl.plan.card import listed_card
+from megatron_rl.protocol.chat_template import RenderError
 from megatron_rl.protocol.checkpoint_folder import COMPLETE
-from megatron_rl.protocol.render import Renderer, read_values
+from megatron_rl.protocol.render import NoTemplate, Renderer, judge_context, read_values
 from megatron_rl.protocol.weight_files import whole_weight_files
 from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.rope import check_length
@@ -39,7 +40,9 @@ from megatron_rl.weights.layout.shape import (
     counts_of,
     read_shape,
 )
+from verification.environments.judging import YES_NO, blank_message
 
+_RUBRIC = "verification.environments.judging:rubric"
 _ENGINE = "transformer-engine-torch"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 MAX_FOREIGN_IDS = 1024
@@ -307,7 +310,13 @@ def check_reference(config: Config) -> None:
 def check_judge(config: Config) -> None:
     """The judge's folder has a model, a tokenizer and a chat template that the scorer can serve."""
     folder, key = config.judge_folder, "expert.scorer.judge"
+    graded = [name for name, target in config.reward.environments.items() if target == _RUBRIC]
     if folder is None:
+        if graded:
+            raise InputError(
+                f"reward.tasks.{graded[0]}.environment = {_RUBRIC!r} asks a judge, and the run has "
+                f"none: give the folder of a model by {key}"
+            )
         return
     if not (folder / "config.json").exists():
         raise InputError(f"{key} = {folder} is no folder of a Hugging Face model")
@@ -316,10 +325,38 @@ def check_judge(config: Config) -> None:
     if heads is not None:
         check_engine_tensor(config.scorer.tensor_parallel, heads, key="scorer.tensor_parallel")
     try:
-        Renderer(RenderConfig(), folder, 1, format_checks={})
+        renderer = Renderer(RenderConfig(), folder, 1, format_checks={})
+    except NoTemplate as error:
+        raise InputError(
+            f"{key} = {folder}: its tokenizer has no chat template, and render.chat_template is "
+            f"the policy's alone. Give a chat model, or write the judge's template to {folder}/"
+            "chat_template.jinja"
+        ) from error
     except InputError as error:
         # It names the key of the policy's folder.
         raise InputError(f"{key} = {folder}: {error}") from error
+    if graded:
+        _check_rubric(renderer, config, f"{key} = {folder}", graded[0])
+
+
+def _check_rubric(renderer: Renderer, config: Config, given: str, task: str) -> None:
+    """The judge tells its verdicts apart, and has room for the fixed text. given: key and value."""
+    if renderer.encode(YES_NO[0]) == renderer.encode(YES_NO[1]):
+        raise InputError(
+            f"{given}: its tokenizer gives {' and '.join(YES_NO)} the same tokens, so it cannot "
+            f"grade reward.tasks.{task}: give another model"
+        )
+    try:
+        text = renderer.template.render([{"role": "user", "content": blank_message()}])
+    except RenderError as error:
+        raise InputError(f"{given}: its chat template: {error}") from error
+    needed, room = len(renderer.encode(text)) + 1, judge_context(config)
+    if needed > room:
+        raise InputError(
+            f"{given}: it has room for {room} tokens, and the fixed text about a rubric takes "
+            f"{needed} before question, answer and rubric of reward.tasks.{task}: give a judge "
+            "with more positions, or raise expert.scorer.kv_tokens if that is the limit"
+        )
 
 
 def check_megatron_path(config: Config) -> None:

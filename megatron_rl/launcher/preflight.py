@@ -278,6 +278,17 @@ def check_environments(config: Config) -> None:
         shutil.rmtree(folder)
 
 
+def _describe_missing_variables(config: Config) -> list[str]:
+    """A warning about variables that environments shall see and that are not set here."""
+    names = config.environments.variables if config.reward.environments else []
+    if not (missing := [name for name in names if name not in os.environ]):
+        return []
+    return [
+        f"warning: expert.environments.variables names {', '.join(missing)}, which no environment "
+        "will see, because it is not set in this shell: export it before the run, or omit it"
+    ]
+
+
 def check_prompts(config: Config) -> PromptReport:
     """All sources load, and there are enough train and held-out prompts."""
     settings.check_sources([*config.prompts, *(one.prompts for one in config.eval.sets)])
@@ -320,6 +331,7 @@ def check_prompts(config: Config) -> PromptReport:
     asked = {
         (p.task, p.is_program, names_cpp(p.messages)) for p in sets.all if not has_own_system(p)
     }
+    notes += _describe_missing_variables(config)
     notes += _describe_unused(config, tasks)
     notes.append(describe_thinking(config, tasks))
     notes += describe_system_prompts(config, sorted(asked))

@@ -300,10 +300,11 @@ def evaluation_line(row: Row) -> str:
     # Labels of evaluation sets are WHEN.SET.
     what = prompts_text(row["eval/n"], is_held_out="." not in row["label"])
     accuracy = accuracy_text(row["eval/accuracy"], row.get("eval/accuracy_se"))
+    rewarded = f", mean reward {row['eval/reward']:.3f}" if "eval/reward" in row else ""
     return (
         f"evaluation {row['label']}: accuracy {accuracy} on {what}, "
         f"format {cell(row, 'eval/format', '.3f')}, "
-        f"length {cell(row, 'eval/length_tokens', '.1f')}{ungraded}"
+        f"length {cell(row, 'eval/length_tokens', '.1f')}{rewarded}{ungraded}"
     )
 
 

@@ -165,7 +165,8 @@ def _evaluated(rows: list[Row]) -> dict[str, Any]:
 
 def _figures(row: Row) -> dict[str, Any]:
     accuracy, se = _measured(row)
-    return {"accuracy": accuracy, "se": se, "n": row["eval/n"]}
+    found = {"accuracy": accuracy, "se": se, "n": row["eval/n"]}
+    return found | ({"reward": row["eval/reward"]} if "eval/reward" in row else {})
 
 
 def _by_k(evaluations: dict[str, Row], prefix: str) -> dict[str, dict[str, float]]:

@@ -16,6 +16,8 @@ from megatron_rl.rollout_queue.diagnosis import reasons_text
 
 _BEFORE, _AFTER, _BASELINE = "before", "after", "sft_baseline"
 _TITLES = {_BEFORE: "before RL", _AFTER: "after RL", _BASELINE: "SFT baseline"}
+_GRADED = "reason/graded"
+"""Completions that a judge graded, in the summary's activity."""
 _NOT_MEASURED = (None, None)
 
 
@@ -48,7 +50,8 @@ def _accuracy_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
     before = evaluations.get(_BEFORE, _NOT_MEASURED)
     for label, found in evaluations.items():
         change = "" if label == _BEFORE else _change(before, found, _BEFORE)
-        lines.append(f"  {_TITLES.get(label, label):17s} {accuracy_text(*found)}{change}")
+        measured = f"{accuracy_text(*found)}{_mean_reward(summary, 'evaluations', label)}"
+        lines.append(f"  {_TITLES.get(label, label):17s} {measured}{change}")
     if _BASELINE in evaluations:
         lines.append(f"    (SFT baseline: {summary['sft_baseline']})")
         if _AFTER in evaluations:
@@ -73,11 +76,22 @@ def _held_out_evaluations(summary: dict[str, Any]) -> dict[str, tuple[Any, Any]]
     return {label: pair for label, pair in found.items() if pair[0] is not None}
 
 
+def _mean_reward(summary: dict[str, Any], kind: str, label: str) -> str:
+    """An evaluation's mean reward, where the accuracies may say little; else ""."""
+    # Summaries of earlier releases lack these keys.
+    listed = summary.get(kind, {})
+    if (reward := listed.get(label, {}).get("reward")) is None:
+        return ""
+    is_flat = all(found["accuracy"] in (0, 1) for found in listed.values())
+    is_graded = summary.get("turns_mean") is not None or _GRADED in summary.get("activity", {})
+    return f", mean reward {reward:.3f}" if is_flat or is_graded else ""
+
+
 def _set_lines(summary: dict[str, Any]) -> list[str]:
     sets = summary.get("evaluation_sets", {})
     lines = [
         f"  {label:17s} {accuracy_text(found['accuracy'], found['se'])} on "
-        f"{prompts_text(found['n'])}"
+        f"{prompts_text(found['n'])}{_mean_reward(summary, 'evaluation_sets', label)}"
         for label, found in sets.items()
     ]
     for name in ("pass", "maj"):

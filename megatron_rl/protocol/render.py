@@ -26,6 +26,10 @@ _BATCH_PROMPTS = 512
 _CPP = re.compile(r"\bC\+\+|\bcpp\b", re.IGNORECASE)
 
 
+class NoTemplate(InputError):
+    """A model's folder has no chat template."""
+
+
 class RenderedExample(NamedTuple):
     """Token ids of a prompt and of the response to learn."""
 
@@ -280,7 +284,7 @@ def _load_tokenizer(model: Path, chat_template: str) -> Any:
     if chat_template:
         tokenizer.chat_template = chat_template
     if not tokenizer.chat_template:
-        raise InputError(
+        raise NoTemplate(
             f"model.path={model}: its tokenizer has no chat template; set render.chat_template"
         )
     return tokenizer
@@ -368,3 +372,9 @@ def stop_strings(model: Path) -> list[str]:
 def read_values(path: Path) -> dict[str, Any]:
     """Values of a model's JSON file; values of `text_config` come first."""
     return text_values(json.loads(path.read_text())) if path.exists() else {}
+
+
+def judge_context(config: Config) -> int:
+    """Tokens of a judge's messages and reply together."""
+    found, most = read_values(config.scored_folder / "config.json"), config.scorer.kv_tokens
+    return min(int(found.get("max_position_embeddings", most)), most)

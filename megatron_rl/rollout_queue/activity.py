@@ -72,6 +72,8 @@ class Activity:
             return
         self._evidence.training[reason] += 1
         self._evidence.add_prompt(group.prompt.id)
+        if scored.score.is_outcome:
+            self._evidence.add_outcome(scored.score.reward)
         self._evidence.truncated += scored.rollout.finish_reason == "length"
 
     def add_complete(self, group: Group) -> None:

@@ -9,6 +9,7 @@ share of exceptions is at least:
 | diagnosis                             | exceptions                                       |
 |---------------------------------------|--------------------------------------------------|
 | no completion passes the format check | 1 completion in 10; after 15 s of scores, 1 in 4 |
+| the judge refuses every conversation  | the same                                         |
 | every completion is wrong (or right)  | 1 completion in 20, and 1 prompt in 4            |
 | every group has equal rewards         | 1 group in 4                                     |
 
@@ -25,6 +26,7 @@ from typing import NamedTuple
 
 from megatron_rl.config.reward import TaskConfig
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.render import judge_context
 from megatron_rl.protocol.types import Prompt
 
 UNFINISHED = "unfinished"
@@ -38,6 +40,9 @@ _NO_CODE = frozenset(
 )  # fmt: skip
 REFUSALS = _NO_THOUGHTS | _NO_BOX | _NO_CODE | {UNFINISHED, "empty_response"}
 """Score reasons that mean a failed format check, so a reward of 0."""
+
+_JUDGE_REFUSED, _GRADED = "judge_refused", "graded"
+"""Score reasons of `verification.environments.judging:rubric` beside "correct"."""
 
 _FORMS = {
     "think_box": "{open}...{close}, then an answer in \\boxed{}",
@@ -89,11 +94,24 @@ class Evidence:
     groups: int = 0
     """Complete training groups."""
     zero_variance_groups: int = 0
+    outcomes: set[float] = dataclasses.field(default_factory=set)
+    """Rewards that environments gave to training completions, at most two."""
 
     def add_prompt(self, prompt_id: str) -> None:
         """A training completion of this prompt was scored."""
         if len(self.prompts) < _MIN_PROMPTS:
             self.prompts.add(prompt_id)
+
+    def add_outcome(self, reward: float) -> None:
+        """An environment gave this reward to a training completion."""
+        if len(self.outcomes) < 2:
+            self.outcomes.add(reward)
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether an environment rewards by degrees: all right, or all wrong, is not all equal."""
+        is_paid = not self.training["correct"] and max(self.outcomes, default=0) > 0
+        return is_paid or len(self.outcomes) > 1 or self.training[_GRADED] > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +121,16 @@ class Setting:
     config: Config
     tasks: dict[str, TaskConfig]
     """Tasks that the prompts name."""
+    judge_room: int = 0
+    """Tokens of a judge's messages and reply together; 0: the run has no judge."""
 
     @classmethod
     def of(cls, config: Config, prompts: Iterable[Prompt]) -> "Setting":
         """The setting of a run with these prompts."""
         names = sorted({prompt.task for prompt in prompts})
         known = config.reward.all_tasks
-        return cls(config, {name: known[name] for name in names if name in known})
+        tasks = {name: known[name] for name in names if name in known}
+        return cls(config, tasks, judge_context(config) if config.judge_folder else 0)
 
 
 def diagnose(
@@ -129,14 +150,20 @@ def diagnose(
     is_refused = refused.total() == total >= least
     if is_refused or (all_zero_variance and refused.total() >= _MOSTLY * total):
         return _format_failure(evidence, refused, setting)
+    unjudged = evidence.reasons[_JUDGE_REFUSED]
+    is_unjudged = unjudged == total >= least
+    if setting.judge_room and (is_unjudged or (all_zero_variance and unjudged >= _MOSTLY * total)):
+        return _judge_refuses(unjudged, total, setting)
     correct = evidence.training["correct"]
     wrong = training - correct - _only(evidence.training, REFUSALS).total()
     if not all_zero_variance:
-        # Groups whose completions are all right or all wrong will have zero variance.
-        is_uniform = training in (correct, wrong)
+        # Such groups will have zero variance, unless an environment rewards by degrees.
+        is_uniform = training in (correct, wrong) and not evidence.is_graded
         is_enough = training >= _MIN_COMPLETIONS and len(evidence.prompts) >= _MIN_PROMPTS
         if not (is_uniform and is_enough):
             return None
+    if evidence.is_graded and (not correct or evidence.training[_GRADED]):
+        return _equal_outcomes(evidence, records)
     if not correct:
         return _never_correct(evidence, setting, records)
     if correct >= _MOSTLY * training:
@@ -224,6 +251,21 @@ def _wrong_form(setting: Setting, *, lacks_tags: bool = False) -> str:
     )
 
 
+def _judge_refuses(refused: int, total: int, setting: Setting) -> Finding:
+    config, room = setting.config, setting.judge_room
+    fix = "take a judge with more positions"
+    if room == config.scorer.kv_tokens:
+        fix = f"raise expert.scorer.kv_tokens = {room}"
+    return Finding(
+        "judge_refuses",
+        f"The judge {config.judge_folder} refuses {refused} of {total} conversations, which earn 0 "
+        f"(judge_refused). Likely cause: its messages and its reply together may have {room} "
+        "tokens, and rubric, question and answer need more; logs/scorer-0.log has each refusal. "
+        f"Fix: {fix}; or shorten the rubric, or sampling.max_new_tokens = "
+        f"{config.sampling.max_new_tokens}.",
+    )
+
+
 def _never_correct(evidence: Evidence, setting: Setting, records: Path | None) -> Finding:
     training = evidence.training
     text = (
@@ -247,6 +289,16 @@ def _too_easy(evidence: Evidence) -> Finding:
         f"{training['correct']} of {training.total()} training completions are right, and no group "
         "has different rewards. Cause: the prompts are too easy. Fix: give harder ones.",
     )
+
+
+def _equal_outcomes(evidence: Evidence, records: Path | None) -> Finding:
+    text = (
+        f"All {evidence.groups} complete groups have equal rewards inside "
+        f"({reasons_text(evidence.training)}). Cause: the environment, or the judge that it asks, "
+        "gives all replies to a prompt the same reward. Fix: a rubric or an environment that tells "
+        "replies apart, a higher sampling.temperature"
+    )
+    return Finding("equal_rewards", f"{text}; see {records}." if records else f"{text}.")
 
 
 def _equal_though_mixed(evidence: Evidence, setting: Setting, records: Path | None) -> Finding:

@@ -59,6 +59,7 @@ def test_an_entry_may_be_json_or_its_text_and_needs_no_answer(tmp_path: Path) ->
     [
         ({"question": "q"}, r"there is no 'answer'; the row has question\. Rename the column"),
         ({"q": "1+1=", "answers": "2"}, r"the row has q, answers; did you mean 'answers'\?"),
+        ({"question": "q", "task": "essay"}, r"needs no answer, write \"answer\": \"\""),
         # Only with this kind, which `load` sets, columns cannot be named.
         ({"q": "1+1=", "solution": "2"}, r"columns\.answer; .* leave out prompts\.kind = \"jsonl"),
         ({"answer": "1"}, r"there is no 'question'; the row has answer"),

@@ -6,16 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from generation import judge_client, scorer
 from generation.async_sockets import AsyncDealer, AsyncRouter
-from generation.engine import EngineError
+from generation.engine import EngineError, RequestRefused
 from generation.judge import Judge, judge_renderer
 from generation.judge_client import JudgeClient
 from generation.scorer import Scorer
 from generation.scoring_engine import ScoringEngine, scoring_setup, vocabulary
 from megatron_rl.config.files import load_config
+from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.endpoints import SCORER
 from megatron_rl.protocol.prompt import ChatMessage
@@ -312,6 +315,26 @@ def test_a_judge_answers_although_the_first_message_of_every_kind_is_lost(
     assert verdict.logprobs == [-float(sum(encode(text))) for text in ("Yes", "No")]
     assert "empty verdict" in refused.refusal
     assert loss.kinds == sorted(JUDGE)
+
+
+def test_verdicts_that_the_tokenizer_cannot_tell_apart_are_refused(tmp_path: Path) -> None:
+    words = WordLevel({"<unk>": 0, "</s>": 1, "Yes": 2, "No": 3}, unk_token="<unk>")
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(words), unk_token="<unk>", eos_token="</s>"
+    ).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 4}')
+    template = RenderConfig(chat_template="{{ messages[0]['content'] }}")
+    judge = Judge(ScriptedEngine(), Renderer(template, tmp_path, 16, format_checks={}), 4)
+
+    def ask(*verdicts: str) -> Judged:
+        messages = [ChatMessage("user", "so?")]
+        return asyncio.run(judge.answer(JudgeRequest(0, messages, list(verdicts), 0, 0.0, 0)))
+
+    # The scripted logprob of a token is its id, negative.
+    assert ask("Yes", "No").logprobs == [-2.0, -3.0]
+    assert ask("Yes", "Yes").logprobs == [-2.0, -2.0]
+    with pytest.raises(RequestRefused, match="'A' and 'B' the same tokens"):
+        ask("A", "B")
 
 
 def test_without_an_answer_the_episode_fails_and_has_no_reward(tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ def test_evaluation_tells_what_could_not_be_graded() -> None:
         "evaluation before: not measured, 2 completions could not be graded"
     )
     assert "graded" not in evaluation_line(EVALUATION)
+    assert evaluation_line(EVALUATION | {"eval/reward": 0.5}).endswith(", mean reward 0.500")
     alone = EVALUATION | {"eval/n": 1, "label": "after.aime"}
     del alone["eval/accuracy_se"]
     assert "after.aime: accuracy 0.750 on 1 prompt, format" in evaluation_line(alone)

@@ -80,3 +80,19 @@ def test_the_majority_of_answers_needs_tasks_with_answers_to_compare(
     # Only held-out prompts have the task.
     write_run(tmp_path, decided, [*games[:3], *LINES[3:]])
     check(tmp_path, majority)
+
+
+def test_a_variable_that_environments_would_lack_is_named(
+    tmp_path: Path, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "c.toml").open("a") as file:
+        file.write("[reward.tasks.game]\nenvironment = 'tests.generation.episode_games:count'\n")
+    given = [
+        *overrides, "expert.render.history=template",
+        'expert.environments.variables=["JUDGE_URL", "PATH"]',
+    ]  # fmt: skip
+    monkeypatch.delenv("JUDGE_URL", raising=False)
+    [note] = [note for note in check(tmp_path, given).notes if "variables" in note]
+    assert "names JUDGE_URL, which" in note and "PATH" not in note
+    monkeypatch.setenv("JUDGE_URL", "http://127.0.0.1:1")
+    assert not any("variables" in note for note in check(tmp_path, given).notes)

@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.gpus import GPUS
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.model_checks import check_reference
+from megatron_rl.launcher.model_checks import check_judge, check_reference
 from megatron_rl.launcher.placement import nodes_needed, place
 from megatron_rl.launcher.ports import listed_ports, resolve_ports
 from megatron_rl.launcher.restarts import Answer, Death, answer_death, restart_rule
@@ -89,6 +92,42 @@ def test_a_teacher_without_weights_is_refused(tmp_path: Path, overrides: list[st
     (tmp_path / "teacher" / "model.safetensors").unlink()
     with pytest.raises(InputError, match=r"teacher has no \*.safetensors"):
         check_reference(load_config(None, overrides))
+
+
+def test_a_judge_that_could_grade_nothing_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "judge"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    write_zeros(folder)
+    rubric = 'reward.tasks.essay.environment="verification.environments.judging:rubric"'
+    with pytest.raises(InputError, match=r"essay.environment = .* give .* by expert.scorer.judge"):
+        check_judge(load_config(None, [rubric]))
+    config = load_config(None, [rubric, f"expert.scorer.judge={folder}"])
+
+    def write(*words: str) -> None:
+        known = {word: number for number, word in enumerate(("<unk>", "</s>", *words))}
+        PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(WordLevel(known, unk_token="<unk>")),
+            unk_token="<unk>", eos_token="</s>",
+        ).save_pretrained(folder)  # fmt: skip
+
+    write("Yes")
+    with pytest.raises(InputError, match=r"write the judge's template to .*/chat_template.jinja"):
+        check_judge(config)
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    # "No" is another token than "Yes", and an unknown word.
+    check_judge(config)
+    write("A", "B")
+    with pytest.raises(InputError, match="gives Yes and No the same tokens"):
+        check_judge(config)
+    # A word-level tokenizer without a splitter has one token for a text; a verdict is another one.
+    write("Yes", "No")
+    shape = SHAPE | {"max_position_embeddings": 2}
+    (folder / "config.json").write_text(json.dumps(shape))
+    check_judge(config)
+    (folder / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 1}))
+    with pytest.raises(InputError, match=r"room for 1 tokens, and .* takes 2 before .*essay"):
+        check_judge(config)
 
 
 def test_the_scorer_has_the_gpus_behind_those_of_the_generators(overrides: list[str]) -> None:

@@ -141,9 +141,18 @@ def test_every_value_of_the_summary_is_compared(run_dir: Path) -> None:
         if not broken(audited(run_dir)):
             unnoticed.add(name)
     assert unnoticed == NO_SOURCE
+    listed = right["evaluations"]
+    for label, found in listed.items():
+        changed = listed | {label: found | {"reward": found["reward"] + 1}}
+        path.write_text(json.dumps(right | {"evaluations": changed}))
+        assert broken(audited(run_dir)), label
+    # Earlier releases wrote none.
+    for found in listed.values():
+        del found["reward"]
     path.write_text(json.dumps(right))
     told = [text for text in audited(run_dir).skipped if text.startswith("summary.json")]
     assert told == ["summary.json: hf_export, sft_baseline, wall_s: no record has them"]
+    assert not broken(audited(run_dir))
 
 
 def test_lost_files_are_told_by_step(run_dir: Path) -> None:

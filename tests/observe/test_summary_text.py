@@ -1,5 +1,7 @@
 """The text of a summary: every evaluation in order, and true numbers of steps."""
 
+from typing import Any
+
 import pytest
 
 from megatron_rl.observe.summary import RunFacts, summarize
@@ -34,6 +36,31 @@ def test_an_evaluation_of_a_model_alone_has_its_accuracy_and_votes() -> None:
         "  final             0.750 +- 0.030",
         "  final             pass@2 0.600 +- 0.020, pass@4 0.750 +- 0.030",
     ]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "further", "is_shown"),
+    [
+        # No answer is right, so accuracies say nothing.
+        (0.0, [], True),
+        (0.25, [], False),
+        # A judge grades: what it rather rejects differs, too.
+        (0.25, [{"source": "queue", "activity/seconds": 5.0, "activity/reason/graded": 3}], True),
+        (0.25, [step_row(1, 102.0, environment__turns=1.0, environment__given_tokens=0.0,
+                         environment__wait_s=0.0)], True),
+    ],
+)  # fmt: skip
+def test_the_mean_reward_stands_beside_accuracies_that_say_little(
+    accuracy: float, further: list[dict[str, Any]], is_shown: bool
+) -> None:
+    rows = [eval_row("before", 100.0, accuracy) | {"eval/reward": 0.375}, *further,
+            eval_row("after", 103.0, accuracy) | {"eval/reward": 0.5},
+            eval_row("after.aime", 104.0, accuracy) | {"eval/reward": 0.625}]  # fmt: skip
+    summary = summarize(rows, RunFacts())
+    assert [found["reward"] for found in summary["evaluations"].values()] == [0.375, 0.5]
+    lines = render_text(summary, RunFacts()).splitlines()[1:4]
+    for line, reward in zip(lines, ("0.375", "0.500", "0.625"), strict=True):
+        assert (f", mean reward {reward}" in line) == is_shown == ("reward" in line)
 
 
 def test_a_summary_of_an_earlier_release_has_its_accuracies() -> None:

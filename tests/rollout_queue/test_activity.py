@@ -63,6 +63,20 @@ def test_rows_have_a_bounded_rate_and_count_each_event_once(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.parametrize(("reward", "said"), [(0.0, "too hard"), (0.25, "equal rewards inside")])
+def test_rewards_of_an_environment_are_no_sign_of_hard_prompts(
+    tmp_path: Path, reward: float, said: str
+) -> None:
+    """It names no completion correct, and gives all replies to a prompt the same reward."""
+    score = Score(reward, {"environment": reward}, "worse", is_outcome=True)
+    queue = PlayedQueue(tmp_path, lambda prompt, index: score)
+    queue.start()
+    queue.play(30)
+    rows = activity_rows(tmp_path)
+    [first, *_] = [row["activity/diagnosis"] for row in rows if row.get("activity/diagnosis")]
+    assert said in first and "worse" in first
+
+
 def test_silent_queue_writes_no_rows(tmp_path: Path) -> None:
     queue = PlayedQueue(tmp_path, lambda prompt, index: FORMAT_FAILURE)
     for _ in range(20):

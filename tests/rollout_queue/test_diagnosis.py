@@ -24,6 +24,7 @@ def setting(*overrides: str, task: str = "math") -> Setting:
 def evidence(
     training: dict[str, int], *, groups: int = 0, zero_variance: int | None = None,
     truncated: int = 0, evaluation: dict[str, int] | None = None, prompts: int = 17,
+    outcomes: tuple[float, ...] = (),
 ) -> Evidence:  # fmt: skip
     return Evidence(
         prompts={str(number) for number in range(prompts)},
@@ -32,6 +33,7 @@ def evidence(
         truncated=truncated,
         groups=groups,
         zero_variance_groups=groups if zero_variance is None else zero_variance,
+        outcomes=set(outcomes),
     )
 
 
@@ -57,6 +59,12 @@ def evidence(
             ["45 were cut", "sampling.max_new_tokens"],
         ),
         (evidence({"correct": 68}, groups=17), "too_easy", ["68 of 68", "harder"]),
+        # A lost game earns 0 or less.
+        (evidence({"lost": 90}, outcomes=(-1.0,)), "never_correct", ["lost 90"]),
+        (evidence({"lost": 8, "correct": 92}, groups=17, outcomes=(0, 1)), "too_easy", ["harder"]),
+        # A judge that prefers neither: rewards of 0.5 are no sign of hard prompts.
+        (evidence({"worse": 90}, groups=17, outcomes=(0.5,)), "equal_rewards", ["the judge"]),
+        (evidence({"graded": 68}, groups=17, outcomes=(0.2, 0.3)), "equal_rewards", ["All 17"]),
         (
             evidence({"correct": 34, "wrong_answer": 34}, groups=17),
             "equal_rewards",
@@ -69,6 +77,27 @@ def test_cause_and_fix_fit_the_counts(found: Evidence, kind: str, words: list[st
     assert finding is not None and finding.kind == kind
     assert "Cause: " in finding.text and "Fix: " in finding.text
     assert [word for word in words if word not in finding.text] == []
+
+
+def test_a_judge_that_refuses_is_named_with_its_room_and_the_prompts_are_not_blamed(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+    judged = [
+        f"expert.scorer.judge={tmp_path}",
+        'reward.tasks.essay.environment="verification.environments.judging:rubric"',
+    ]
+    rules = setting(*judged, "scorer.kv_tokens=8192")
+    found = diagnose(evidence({"judge_refused": 44}), rules)
+    assert found is not None and found.kind == "judge_refuses"
+    wanted = [str(tmp_path), "44 of 44", "64 tokens", "positions", "logs/scorer-0.log"]
+    assert [word for word in wanted if word not in found.text] == []
+    assert "prompts" not in found.text and "kv_tokens" not in found.text
+    # The other limit is the key's.
+    rules = setting(*judged, "scorer.kv_tokens=48")
+    mostly = evidence({"judge_refused": 90, "graded": 10}, groups=17)
+    assert "raise expert.scorer.kv_tokens = 48" in diagnose(mostly, rules).text
+    assert diagnose(evidence({"judge_refused": 43}), rules) is None
 
 
 @pytest.mark.parametrize(
@@ -85,6 +114,10 @@ def test_cause_and_fix_fit_the_counts(found: Evidence, kind: str, words: list[st
         # A single group with different rewards can be learned from.
         evidence({"no_think_start": 99, "correct": 1}, groups=10, zero_variance=9),
         evidence({"correct": 30, "wrong_answer": 30}, groups=0),
+        # Rewards by degrees: groups that are not complete yet may differ inside.
+        evidence({"graded": 200}, prompts=40),
+        evidence({"worse": 200}, outcomes=(0.1, 0.4)),
+        evidence({"correct": 200}, outcomes=(0.7, 0.9)),
     ],
 )
 def test_nothing_is_named_before_there_is_evidence_or_when_learning_is_possible(

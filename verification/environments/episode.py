@@ -187,7 +187,8 @@ class EpisodeProcess:
         self.has_ended = report is not None
         if report is None:
             log.error("an environment's processes did not end in %g s", END_TIMEOUT_S)
-        return describe_end(report or b"")
+            return f"unknown: its processes did not end in {END_TIMEOUT_S:g} s"
+        return describe_end(report)
 
     async def _read(self, reader: asyncio.StreamReader) -> dict[str, Any]:
         try:
@@ -325,14 +326,16 @@ async def read_report(life: socket.socket, timeout_s: float | None) -> bytes | N
 
 
 def describe_end(report: bytes) -> str:
-    """How a kept process ended, and its last words; "" if its keeper did not say."""
+    """How a kept process ended, and its last words, as far as its keeper reported it."""
+    if not report:
+        return "unknown: its keeper ended without a report, as a killed one does"
     try:
         found = json.loads(report)
-        code = os.waitstatus_to_exitcode(found["status"])
-    except (ValueError, TypeError):
-        return "its keeper was killed"
+        code, tail = os.waitstatus_to_exitcode(found["status"]), found["tail"]
+    except (ValueError, TypeError, KeyError):
+        return f"unknown: its keeper's report is unreadable: {report[:100]!r}"
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    place = _PLACE.findall(found["tail"])
-    lines = found["tail"].strip().splitlines()
+    place = _PLACE.findall(tail)
+    lines = tail.strip().splitlines()
     words = place[-1] if place else lines[-1] if lines else "nothing"
     return f"{how}; its last words: {words}"[:MAX_REASON_CHARS]

@@ -36,11 +36,20 @@ async def grade(
     reasoning_tokens: the judge first writes at most that many tokens of reasons; 0: none.
     Raises JudgeRefused.
     """
-    text = (
+    text = _text_to_grade(question, answer, rubric)
+    return _sigmoid(await _log_odds(policy, text, YES_NO, reasoning_tokens))
+
+
+def _text_to_grade(question: str, answer: str, rubric: str) -> str:
+    return (
         f"{fenced('question', question)}\n\n{fenced('answer', answer)}\n\n"
         f"Criterion: {rubric}\n\nDoes the answer meet the criterion?"
     )
-    return _sigmoid(await _log_odds(policy, text, YES_NO, reasoning_tokens))
+
+
+def blank_message() -> str:
+    """The message of `grade` about empty texts: a judge without room for it grades nothing."""
+    return f"{_INSTRUCTION}\n\n{_text_to_grade('', '', '')} {_words(YES_NO)}"
 
 
 async def prefer(
@@ -89,7 +98,7 @@ async def _log_odds(
 ) -> float:
     """Log-odds of the first verdict against the second."""
     messages = [{"role": "user", "content": f"{_INSTRUCTION}\n\n{text}"}]
-    ask = f"Answer with one word: {verdicts[0]} or {verdicts[1]}."
+    ask = _words(verdicts)
     if reasoning_tokens:
         messages[0]["content"] += " Give your reasons."
         reasons = await policy.judge_reply(messages, max_tokens=reasoning_tokens)
@@ -98,6 +107,10 @@ async def _log_odds(
         messages[0]["content"] += f" {ask}"
     first, second = await policy.judge(messages, verdicts)
     return first - second
+
+
+def _words(verdicts: tuple[str, str]) -> str:
+    return f"Answer with one word: {verdicts[0]} or {verdicts[1]}."
 
 
 def _sigmoid(x: float) -> float:

@@ -36,6 +36,10 @@ from verification.gym_answer import REFUSED_DATASETS
 from verification.verdict import GradingError
 
 OWN_TESTS = "entry"
+_OTHER_ENTRY = (
+    '; an entry for the environment or the reward of another task needs that task: write "task" '
+    "into the row, or set prompts.task"
+)
 _CODE_KIND = re.compile(r"(?<![a-z])cod(?:e|ing)")
 
 
@@ -127,8 +131,9 @@ class RowReader:
         columns = self._columns
         first, *more = columns.tests.split(", ")
         tests = value_of(fields, first) if first else None
-        if tests is not None and first == OWN_TESTS and isinstance(tests, str):
-            return {"entry": tests}
+        if tests is not None and first == OWN_TESTS:
+            if isinstance(tests, str) or self._has_own_entry(fields):
+                return {"entry": tests}
         # In verification_info an answer or tests may stand.
         if columns.answer.startswith(f"{first}.") and answer is not None:
             tests = None
@@ -142,7 +147,11 @@ class RowReader:
         entry = None
         if tests is not None:
             beside = {name: value_of(fields, name) for name in more}
-            entry = entry_of(tests, {name: v for name, v in beside.items() if v is not None})
+            try:
+                entry = entry_of(tests, {name: v for name, v in beside.items() if v is not None})
+            except BadTests as error:
+                hint = _OTHER_ENTRY if first == OWN_TESTS else ""
+                raise BadTests(f"{error}{hint}") from error
         elif self._is_open:
             entry = tests_in_answer(answer)
         if entry or (entry is not None and not answer):
@@ -153,6 +162,14 @@ class RowReader:
         if answer is None and columns.answer in ("", "answer") and first not in ("", OWN_TESTS):
             raise BadTests("the row has no tests")
         return {}
+
+    def _has_own_entry(self, fields: Mapping[str, Any]) -> bool:
+        """Whether the row's `entry` is left as it is: for the reward of a task that is named."""
+        if self._source.kind == "jsonl":
+            return True
+        task = value_of(fields, self._columns.task) if self._columns.task else None
+        is_named = bool(task) or not self._is_open
+        return is_named and (task or self._source.task) != CODE
 
     def _answers(self, answer: Any) -> Any:
         """The answer; a list if a text of this column is a list of accepted answers."""
@@ -166,7 +183,8 @@ class RowReader:
             prompt = without_system(prompt)
             self.systems_replaced += len(prompt.messages) < count
         has_tests = bool(prompt.entry) and not self._columns.gym
-        is_ours = prompt.entry == fields.get(OWN_TESTS)
+        own = fields.get(OWN_TESTS)
+        is_ours = prompt.entry == own or (own is not None and self._has_own_entry(fields))
         starter = value_of(fields, "starter_code")
 
         def change(text: str) -> str:

@@ -11,6 +11,8 @@ from megatron_rl.config.prompts import PromptSource
 from megatron_rl.config.tree import Config
 from megatron_rl.data.check import check_prompts
 from megatron_rl.data.prompts import material_of_run, read_prompts
+from megatron_rl.data.sources import read_source
+from megatron_rl.data.tables.rows import RowFault
 from tests.data.tables.test_sets_by_form import read, user, verl, write
 from verification import settings
 
@@ -115,6 +117,25 @@ def test_each_odd_row_is_read_or_named(tmp_path: Path, name: str, suffix: str) -
     settings.check_prompts(sets.all, config.reward)
     with pytest.raises(InputError, match=f"{len(told)} of {len(odd.rows)} rows"):
         read(path, faulty="refuse")
+
+
+@pytest.mark.parametrize("kind", ["auto", "jsonl"])
+def test_the_entry_of_a_named_task_is_read_as_it_is(tmp_path: Path, kind: str) -> None:
+    """An environment's entry may have any keys, also those of tests that we know."""
+    entries = [{"rubric": "it is short"}, {"inputs": ["1"], "outputs": ["2"]}, {"entry_point": 3}]
+    rows = [{"task": "essay", "question": str(n), "entry": e} for n, e in enumerate(entries)]
+    path = write(tmp_path / "a.jsonl", rows)
+    unnamed = write(tmp_path / "b.jsonl", [{k: r[k] for k in ("question", "entry")} for r in rows])
+    for source in (PromptSource(path=path, kind=kind),
+                   PromptSource(path=unnamed, kind=kind, task="essay")):  # fmt: skip
+        faults: list[RowFault] = []
+        for on_fault in (None, faults.append):
+            prompts = read_source(source, 0, key="prompts.kind", on_fault=on_fault).prompts
+            assert [json.loads(prompt.entry) for prompt in prompts] == entries
+            assert {(p.task, p.answer) for p in prompts} == {("essay", "")} and not faults
+            assert [p.question for p in prompts] == ["0", "1", "2"]
+    with pytest.raises(InputError, match=r'form that is known.*write "task" into the row'):
+        read(write(tmp_path / "c.jsonl", [{"question": "q", "entry": {"rubric": "short"}}]))
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

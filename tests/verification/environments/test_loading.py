@@ -7,6 +7,7 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from tests.verification.environments.running import FOLDER, Running, settings
+from verification.environments.episode import describe_end
 from verification.environments.fork_client import check_target
 from verification.environments.settings import EnvironmentFailed
 
@@ -156,3 +157,21 @@ def test_a_check_accepts_what_a_run_can_call(tmp_path: Path) -> None:
     limits = settings(tmp_path, paths=(str(tmp_path),))
     assert check_target("misfits:Fits", limits) == "text_game"
     assert check_target("misfits:fits", limits) == "function"
+
+
+@pytest.mark.parametrize(
+    ("report", "told"),
+    [
+        # The lowest 7 bits of a status are the signal; the exit code stands above 8 bits.
+        (b'{"status": 9, "tail": "one\\ntwo\\n"}', "SIGKILL; its last words: two"),
+        (b'{"status": 768, "tail": ""}', "exit code 3; its last words: nothing"),
+        (b"", "unknown: its keeper ended without a report"),
+        # No keeper was killed here.
+        (b'{"status": 9, "ta', "unknown: its keeper's report is unreadable: b'{\"status"),
+        (b'{"status": 9}', "unreadable"),
+        (b"7", "unreadable"),
+    ],
+)
+def test_an_end_is_told_as_far_as_it_is_known(report: bytes, told: str) -> None:
+    found = describe_end(report)
+    assert told in found and ("unknown" in found) == (told.startswith("un"))
