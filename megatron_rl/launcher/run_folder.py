@@ -23,6 +23,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.launcher.cold_start import (
     is_of_cold_start,
     left_behind_text,
+    reuse_text,
     rows_of_cold_start,
     steps_left_behind,
 )
@@ -152,6 +153,7 @@ def _check_same_command(config: Config, earlier: Config) -> None:
             f"{first_of(changed)}, and no complete checkpoint to resume from with new ones. The "
             f"command with the values of {run.dir / CONFIG} starts it again"
             f"{left_behind_text(earlier, steps_left_behind(earlier))}. {_OTHER_FOLDER}"
+            f"{reuse_text(earlier)}"
         )
 
 

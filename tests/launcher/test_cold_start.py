@@ -100,6 +100,23 @@ def test_a_cold_start_is_resumed_by_its_own_values_and_a_changed_key_is_named(
     )
 
 
+def test_the_refusal_of_other_values_says_how_to_begin_with_the_trained_model(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "the run"
+    make_checkpoint(run_dir, 6)
+    (run_dir / "config.toml").write_text(dump_toml(config(run_dir)))
+    changed = config(run_dir, "sampling.max_new_tokens=24")
+    with pytest.raises(InputError, match=r"with other values of sampling.*\(or run\.dir=DIR\)$"):
+        check_run_folder(changed)
+    make_model(run_dir, "cold_start")
+    with pytest.raises(InputError) as raised:
+        check_run_folder(changed)
+    assert str(raised.value).endswith(
+        f"DIR). There, model.path='{run_dir}/hf/cold_start' and sft.steps=0 begin with its model"
+    )
+
+
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
