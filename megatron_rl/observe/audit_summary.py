@@ -97,7 +97,7 @@ def _of_evaluations(rows: list[Row]) -> Row:
         | {"n": row["eval/n"]}
         for label, row in last.items()
     }
-    held_out = [row for label, row in last.items() if "." not in label]
+    held_out = [row for row in rows if "eval/accuracy" in row and "." not in row["label"]]
     latest = after or before or next(reversed(held_out), {})
     gain = sigmas = None
     if after and baseline:
