@@ -236,8 +236,8 @@ def last_words(config: Config, nodes: int = 0) -> str:
     run_dir = config.run.dir
     if not (run_dir / CONFIG).exists() or (run_dir / SUMMARY).exists():
         return ""
-    # What is there belongs to its run.
-    if (other := find_living(run_dir, watch_s=STATUS_WATCH_S)) and other.pid != os.getpid():
+    # Watching one on another host would take seconds.
+    if (other := find_living(run_dir, watch_s=0.0)) and other.pid != os.getpid():
         return f"Another launcher has the folder: {_second_text(run_dir)}."
     command = SAME_COMMAND
     if is_evaluation(config):
