@@ -289,8 +289,28 @@ def describe_type(value: object) -> str:
 
 
 def load_function(name: str, *, key: str) -> Callable[..., object]:
-    """The function `package.module:function`; GradingError when it cannot be loaded."""
+    """The function `package.module:function`; GradingError when it is no reward function."""
     try:
-        return find_function({}, name, key=key)
+        return find_reward(name, key=key)
     except InputError as error:
         raise GradingError(str(error)) from error
+
+
+def find_reward(name: str, *, key: str) -> Callable[..., object]:
+    """The function `package.module:function` of (answer, request). Raises InputError.
+
+    key: of the configuration, in messages.
+    """
+    function: Callable[..., object] = find_function({}, name, key=key)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return function  # some builtin functions tell none
+    try:
+        signature.bind("answer", "request")
+    except TypeError as error:
+        raise InputError(
+            f"{key} = {name!r} takes {signature!s:.200}; expected (answer, request): the text that "
+            "the format check found, and a ScoreRequest (docs/extending.md)"
+        ) from error
+    return function

@@ -14,7 +14,7 @@ from megatron_rl.config.tree import PromptSource
 from megatron_rl.protocol.types import Prompt
 from verification.code.problem import parse_tests
 from verification.code.setup import prepare, with_own_limits
-from verification.comparisons import COMPARISONS, code_limits
+from verification.comparisons import COMPARISONS, code_limits, find_reward
 from verification.gym_answer import REFUSED_DATASETS
 from verification.verdict import GradingError
 
@@ -32,17 +32,16 @@ def check_sources(sources: Iterable[PromptSource]) -> None:
 
 
 def check_functions(reward: RewardConfig) -> None:
-    """Raise InputError for a comparison or an extra reward that cannot be loaded."""
+    """Raise InputError for a comparison or an extra reward that cannot be loaded or called."""
     for name, task in reward.tasks.items():
         if task.is_decided_by_environment:
             continue
-        find_function(
-            {known: c.judge for known, c in COMPARISONS.items()},
-            task.compare,
-            key=f"reward.tasks.{name}.compare",
-        )
+        key = f"reward.tasks.{name}.compare"
+        find_function({known: c.judge for known, c in COMPARISONS.items()}, task.compare, key=key)
+        if task.compare not in COMPARISONS:
+            find_reward(task.compare, key=key)
     for extra in reward.extra:
-        find_function({}, extra.function, key=f"reward.extra {extra.name!r}: function")
+        find_reward(extra.function, key=f"reward.extra {extra.name!r}: function")
 
 
 class PromptFault(NamedTuple):

@@ -33,8 +33,8 @@ from megatron_rl.config.reference import (
     commented_toml,
     explain,
     find_entries,
+    known_names,
     markdown,
-    tables,
     value_text,
 )
 from megatron_rl.config.renamed import migrate
@@ -64,29 +64,30 @@ group(__name__, "Print every key as TOML that explains itself; or one of these:"
 
 @dataclass(frozen=True)
 class ExplainOptions:
-    key: Annotated[str, typer.Argument(metavar="section.key", autocompletion=complete_key)]
+    keys: Annotated[
+        list[str], typer.Argument(metavar="section.key...", autocompletion=complete_key)
+    ]
 
 
-@command(
-    "explain", "Say what a key, or the keys of a section, mean; names of verl or TRL work too."
-)
-def explain_key(options: ExplainOptions, console: Console) -> int:
+@command("explain", "Say what keys, or the keys of a section, mean; names of verl or TRL work too.")
+def explain_keys(options: ExplainOptions, console: Console) -> int:
     """Exit code: 0, 2 (no such key)."""
-    found = find_entries(options.key)
-    if not found:
-        known = [entry.key for table in tables() for entry in table.entries]
-        found = [entry for key in meant(options.key, known) for entry in find_entries(key)]
-        if found:
-            keys = ", ".join(entry.key for entry in found)
-            console.print(Text(f"{options.key} is here {keys}"), soft_wrap=True)
-    if not found:
-        near = nearest(options.key, [*known, *(table.key for table in tables())], 3)
-        hint = f"; near it: {', '.join(near)}" if near else ""
-        raise InputError(f"{options.key!r} is neither a key nor a section{hint}")
-    for entry in found:
-        console.print(Text(entry.key, style="bold"), soft_wrap=True)
-        for line in _explanation(entry):
-            console.print(Text(f"  {line}"), soft_wrap=True)
+    for key in options.keys:
+        found, lines = find_entries(key), list[Text]()
+        if not found:
+            known = known_names()
+            names = meant(key, known)
+            if not names:
+                near = nearest(key, known, 3)
+                hint = f"; near it: {', '.join(near)}" if near else ""
+                raise InputError(f"{key!r} is neither a key nor a section{hint}")
+            found = [entry for name in names for entry in find_entries(name)]
+            lines.append(Text(f"{key} is here {', '.join(names)}"))
+        for entry in found:
+            lines.append(Text(entry.key, style="bold"))
+            lines += [Text(f"  {line}") for line in _explanation(entry)]
+        for text in lines:
+            console.print(text, soft_wrap=True)
     return 0
 
 

@@ -17,7 +17,9 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
 from megatron_rl.config.paths import is_hub_name
 from megatron_rl.config.reward import RewardConfig
+from megatron_rl.config.tree import PromptSource
 from megatron_rl.data.tables.folders import list_splits
+from megatron_rl.data.tables.source import is_in_our_form
 from megatron_rl.launcher.placement import listed_gpus, place
 from megatron_rl.protocol.whole_file import write_whole
 
@@ -77,6 +79,7 @@ def init(options: InitOptions, console: Console) -> int:
     ]
     lines = [
         *absent,
+        *_unread(config.prompts[0], answers["data"]),
         f"Wrote {options.file}. Next:",
         *([f"  {card}    # memory and seconds of a step; does it fit?"] if card else []),
         f"  megatron-rl run --config {file} --dry-run    # data, rewards, layout",
@@ -84,6 +87,17 @@ def init(options: InitOptions, console: Console) -> int:
     ]
     say(console, "\n".join(lines))
     return 0
+
+
+def _unread(source: PromptSource, given: str) -> list[str]:
+    """A warning about data on this machine whose columns a run would not find."""
+    if not Path(given).expanduser().exists():
+        return []
+    try:
+        is_in_our_form(source)
+    except InputError as error:
+        return [f"warning: a run would refuse the data as it is: {error}"]
+    return []
 
 
 def _answers(options: InitOptions) -> dict[str, str]:

@@ -33,7 +33,7 @@ from megatron_rl.observe.run_state import (
     warnings_of,
 )
 from megatron_rl.protocol.failure import FAILURES, first_failure
-from megatron_rl.protocol.metrics import GROUPS_DROPPED, Row, stream_rows
+from megatron_rl.protocol.metrics import GROUPS_DROPPED, RESUMED, Row, stream_rows
 
 
 @dataclass
@@ -152,13 +152,17 @@ def of_rows(
     """
     status, run = Status(state, 0, config.train.steps), RunState()
     evaluations: dict[str, str] = {}
-    is_of_start = False
+    is_of_start = is_underway = False
     for row in rows:
         if not is_of_start and row["time"] >= started:
             run.begin_again()
             is_of_start = True
         kind = run.take(row)
-        if kind == "step":
+        if RESUMED in row:
+            # Until its next step, a run that was resumed loads the model and starts its engines.
+            is_underway = False
+        elif kind == "step":
+            is_underway = True
             _add_dropped(status.dropped, row)
         elif kind == "evaluation":
             # A resumed evaluation writes the row of a complete set again.
@@ -176,7 +180,7 @@ def of_rows(
             status.last_step += f" ({GAP_NOTE})"
         status.step_s = step_seconds(run.steps)
     if state == "running":
-        if status.step_s is not None:
+        if status.step_s is not None and is_underway:
             status.left_s = status.step_s * (status.steps - status.step)
         # Roles that ended write no more rows.
         status.silent_s = {

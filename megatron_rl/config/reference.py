@@ -119,6 +119,16 @@ def find_entries(key: str) -> list[Entry]:
     return exact or [entry for entry, _ in begin]
 
 
+def known_names() -> list[str]:
+    """All keys, and the sections that hold them, without numbers of items."""
+    found: dict[str, None] = {}
+    for table in tables():
+        for entry in table.entries:
+            parts = [part for part in entry.key.split(".") if part != ITEM]
+            found |= dict.fromkeys(".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return list(found)
+
+
 def _same(parts: Sequence[str], given: Sequence[str]) -> bool:
     return len(parts) == len(given) and all(
         part in (mine, NAME) for part, mine in zip(parts, given, strict=True)

@@ -69,6 +69,7 @@ def try_rendering(
     room = [(limits or {}).get(prompt.id, default) for prompt in prompts]
     refusals, notes = call_in_child(
         render_in_child, config, conversations, room, taught, trials,
+        default if config.train.steps else None,
         what="rendering the prompts", limit_s=_RENDER_S,
     )  # fmt: skip
     dropped = [
@@ -84,10 +85,11 @@ def render_in_child(
     limits: Sequence[int],
     taught: Sequence[TaughtAnswer],
     trials: Sequence[Callable[[Renderer], object]] = (),
+    max_new_tokens: int | None = None,
 ) -> tuple[dict[int, str], list[str]]:
     """Why the run's renderer refuses conversations, by index, and notes; imports transformers.
 
-    limits: tokens of each one's completion.
+    limits: tokens of each one's completion. max_new_tokens: of one in training.
     """
     renderer = open_renderer(config)
     for trial in trials:
@@ -97,7 +99,7 @@ def render_in_child(
         places = [place for place, mine in enumerate(limits) if mine == limit]
         found = renderer.find_refusals([conversations[place] for place in places], limit)
         refusals.update({places[index]: reason for index, reason in found.items()})
-    notes = probe_renderer(renderer, conversations, taught)
+    notes = probe_renderer(renderer, conversations, taught, max_new_tokens)
     if config.reward.environments:
         turns = Turns(renderer, is_continued=config.render.history == "keep")
         notes += [*turns.notes, ToolCallParser(renderer).note]

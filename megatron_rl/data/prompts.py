@@ -269,10 +269,14 @@ def most_held_out(config: Config) -> int:
 
 def _read_eval_set(wanted: EvalSet, seed: int, reward: RewardConfig | None) -> Reading:
     """Prompts of an evaluation set; their ids begin with its name. Raises InputError."""
-    key = f"eval.sets, {wanted.name}: prompts.kind"
     # The trainer uses no row of an evaluation set.
     source = wanted.prompts.model_copy(update={"held_out_share": 1.0, "train_size": 0})
-    reading = _without_ungradable(read_source(source, seed, key=key), source, reward)
+    try:
+        reading = read_source(source, seed, key="prompts.kind")
+    except InputError as error:
+        # It speaks of keys as those of [[prompts]].
+        raise InputError(f"eval.sets, {wanted.name}: {error}") from error
+    reading = _without_ungradable(reading, source, reward)
     _check_ids(reading.prompts, f"the evaluation set {wanted.name!r}")
     prompts = [
         msgspec.structs.replace(prompt, id=f"{wanted.name}/{prompt.id}")

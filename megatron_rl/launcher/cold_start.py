@@ -5,6 +5,7 @@ Used by `run.py` and `phases.py`, in the launcher.
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import closing
@@ -64,6 +65,14 @@ def left_behind_text(config: Config, steps: int) -> str:
     if steps == config.sft.steps:
         return ", except for its cold start, which is complete"
     return f", except for its cold start, which resumes after step {steps} of {config.sft.steps}"
+
+
+def reuse_text(config: Config) -> str:
+    """Says how another run begins with the trained model; "" without one."""
+    model = cold_start_folder(config)
+    if not config.sft.steps or not model.exists():
+        return ""
+    return f". There, model.path={shlex.quote(str(model))} and sft.steps=0 begin with its model"
 
 
 def is_of_cold_start(name: str) -> bool:

@@ -23,6 +23,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.launcher.cold_start import (
     is_of_cold_start,
     left_behind_text,
+    reuse_text,
     rows_of_cold_start,
     steps_left_behind,
 )
@@ -153,6 +154,7 @@ def _check_same_command(config: Config, earlier: Config) -> None:
             f"{first_of(changed)}, and no complete checkpoint to resume from with new ones. The "
             f"command with the values of {run.dir / CONFIG} starts it again"
             f"{left_behind_text(earlier, steps_left_behind(earlier))}. {_OTHER_FOLDER}"
+            f"{reuse_text(earlier)}"
         )
 
 
@@ -235,6 +237,9 @@ def last_words(config: Config, nodes: int = 0) -> str:
     run_dir = config.run.dir
     if not (run_dir / CONFIG).exists() or (run_dir / SUMMARY).exists():
         return ""
+    # Watching one on another host would take seconds.
+    if (other := find_living(run_dir, watch_s=0.0)) and other.pid != os.getpid():
+        return f"Another launcher has the folder: {_second_text(run_dir)}."
     command = SAME_COMMAND
     if is_evaluation(config):
         return f"The completions of finished problems are kept. {command} resumes the evaluation."

@@ -119,7 +119,7 @@ def _of_evaluations(rows: list[Row]) -> Row:
         | ({"reward": row["eval/reward"]} if "eval/reward" in row else {})
         for label, row in last.items()
     }
-    held_out = [row for label, row in last.items() if "." not in label]
+    held_out = [row for row in rows if "eval/accuracy" in row and "." not in row["label"]]
     latest = after or before or next(reversed(held_out), {})
     gain = sigmas = None
     if after and baseline:

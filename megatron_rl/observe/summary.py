@@ -136,7 +136,12 @@ def _needed_of(row: Row) -> Row:
 
 def _evaluated(rows: list[Row]) -> dict[str, Any]:
     """Results of all evaluations, the latest of each label, in order."""
-    evaluations = {row["label"]: row for row in rows if "eval/accuracy" in row}
+    evaluations: dict[str, Row] = {}
+    for row in rows:
+        if "eval/accuracy" in row:
+            # A resumed run measures some labels again, such as "after": behind those before them.
+            evaluations.pop(row["label"], None)
+            evaluations[row["label"]] = row
     held_out = {label: row for label, row in evaluations.items() if "." not in label}
     before, after = evaluations.get("before", {}), evaluations.get("after", {})
     baseline = evaluations.get("sft_baseline", {})

@@ -45,12 +45,14 @@ def probe_renderer(
     renderer: Renderer,
     conversations: Sequence[Conversation] = (),
     taught: Sequence[TaughtAnswer] = (),
+    max_new_tokens: int | None = None,
 ) -> list[str]:
     """Lines to show.
 
     conversations: the run's prompts, for what the template leaves out of them. taught: SFT
-    examples, to compare with the template's rendering. Raises InputError if the
-    template writes tokens that the model does not have.
+    examples, to compare with the template's rendering, and with max_new_tokens, the longest
+    completions in training. Raises InputError if the template writes tokens that the model does not
+    have.
     """
     _check_rows(renderer)
     notes = [
@@ -59,6 +61,7 @@ def probe_renderer(
         *_describe_losses(renderer, [*conversations, *(one.conversation for one in taught)]),
         _describe_clock(renderer),
         _describe_taught(renderer, taught),
+        "" if max_new_tokens is None else _describe_long(renderer, taught, max_new_tokens),
         *compare_tokenizers(renderer),
     ]
     return [note for note in notes if note]
@@ -183,6 +186,25 @@ def _describe_taught(renderer: Renderer, taught: Sequence[TaughtAnswer]) -> str:
     return (
         f"note: the chat template would write {count} of the first {len(taught)} SFT responses "
         f"otherwise than they are taught (text and end, behind the prompt): {first}"
+    )
+
+
+def _describe_long(renderer: Renderer, taught: Sequence[TaughtAnswer], most: int) -> str:
+    """A warning if most SFT responses are longer than completions may be."""
+    lengths: list[int] = []
+    for (task, messages, is_program), written in taught:
+        try:
+            example = renderer.render_example(messages, written, task=task, is_program=is_program)
+        except RenderError:
+            continue  # the cold start refuses it with the reason
+        lengths.append(len(example.response_ids))
+    count = sum(length > most for length in lengths)
+    if 2 * count <= len(lengths):
+        return ""
+    return (
+        f"warning: {count} of the first {len(taught)} SFT responses have more tokens than "
+        f"sampling.max_new_tokens = {most} (the longest has {max(lengths)}): a model that is taught"
+        " them is cut at this limit. Raise it, or shorten the responses"
     )
 
 

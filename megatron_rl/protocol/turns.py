@@ -19,6 +19,7 @@ from megatron_rl.protocol.control_tokens import ControlTokens, unused_character
 from megatron_rl.protocol.render import Renderer
 
 _SHOWN_CHARACTERS = 60
+_INSTEAD = 'expert.render.history="template"'
 _MOST_KINDS = 256
 """Kinds of glue whose proof is remembered."""
 _KINDS = (("user",), ("tool",), ("tool", "tool"))
@@ -56,11 +57,15 @@ _GIVEN_FORMS = (
 class Turns:
     """How conversations of a model continue; proven for its chat template by rendering probes."""
 
-    def __init__(self, renderer: Renderer, *, is_continued: bool = True) -> None:
+    def __init__(
+        self, renderer: Renderer, *, is_continued: bool = True, instead: str = _INSTEAD
+    ) -> None:
         """Raises InputError if the template lets no reply be followed by anything.
 
-        is_continued: False: only `start` is called, and nothing is proven.
+        is_continued: False: nothing is proven before `glue` asks for it. instead: what `glue`
+        advises, beside another template.
         """
+        self._instead = instead
         self._renderer = renderer
         self._template = renderer.template
         self._calls = find_call_form(renderer.template)
@@ -196,8 +201,7 @@ class Turns:
             name = _name(roles, bool(tools))
             raise RenderError(
                 f"the chat template cannot continue a conversation with {name} "
-                f"token by token: {reason}. Give another render.chat_template, or "
-                'expert.render.history="template"'
+                f"token by token: {reason}. Give another render.chat_template, or {self._instead}"
             )
         guard = unused_character(given, tools)
         ids = self._tokens.encode(self._text(given, tools, guard), guard, most=most)

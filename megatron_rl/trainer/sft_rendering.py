@@ -23,6 +23,7 @@ from megatron_rl.trainer.sft_messages import ASSISTANT, SftMessage
 
 _TRIED_EXAMPLES = 256
 """The longest SFT examples of a file, and as many with tool calls, that a start tokenizes."""
+_INSTEAD = 'write the last reply of the line as "response", which alone is then taught'
 _Given = list[tuple[int, int]]
 """[start, end) of completion tokens that are not learnt."""
 
@@ -35,7 +36,8 @@ def tokenize(examples: Iterable[SftExample], renderer: Renderer) -> Iterator[Tra
     turns: Turns | None = None
     for example in examples:
         if example.learns_all:
-            turns = turns or Turns(renderer)
+            # One reply behind one prompt needs no template that continues conversations.
+            turns = turns or Turns(renderer, is_continued=False, instead=_INSTEAD)
             yield _tokenize_replies(example, renderer, turns)
         else:
             yield _tokenize_response(example, renderer)

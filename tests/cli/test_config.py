@@ -46,6 +46,13 @@ def test_explain_names_default_and_presets(
         assert code == 0 and f"{name} is here {key}" in text and "default: " in text
     code, text = call(monkeypatch, "explain", "eps_high")
     assert code == 0 and "eps_high is here algorithm.policy_loss.eps_high" in text
+    # Those of items of a list, and of a section.
+    code, text = call(monkeypatch, "explain", "data.train_files", "trian.steps")
+    assert code == 2 and text.startswith("data.train_files is here prompts.path\nprompts.0.path\n")
+    code, text = call(monkeypatch, "explain", "val_files", "train.steps")
+    heads = [line for line in text.splitlines() if not line.startswith(" ")]
+    assert code == 0 and heads[:2] == ["val_files is here eval.sets", "eval.sets.0.name"]
+    assert heads[-2:] == ["eval.sets.0.prompts.columns.pass_rate", "train.steps"]
 
 
 def test_explain_takes_keys_as_errors_and_files_write_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,20 @@ def test_paths_are_those_of_the_current_folder_and_missing_ones_are_told(
     assert "warning: model qwen is not on this machine" in text and "warning: data" not in text
 
 
+def test_data_whose_columns_are_not_found_is_told_and_the_file_is_written(tmp_path: Path) -> None:
+    data, path, output = tmp_path / "train.jsonl", tmp_path / "my.toml", io.StringIO()
+    options = InitOptions(path, "/models/mine", str(data), "math", 0, 3)
+    data.write_text('{"my_prompt": "1+1=", "gold": "2"}\n')
+    assert init(options, Console(file=output)) == 0 and path.exists()
+    text = output.getvalue()
+    assert "warning: a run would refuse the data as it is: " in text
+    assert "it has my_prompt, gold: name one by prompts.columns.question" in text
+    path.unlink()
+    data.write_text('{"question": "1+1=", "answer": "2"}\n')
+    output = io.StringIO()
+    assert init(options, Console(file=output)) == 0 and "refuse the data" not in output.getvalue()
+
+
 def test_a_data_set_of_the_hub_is_named(tmp_path: Path) -> None:
     path = tmp_path / "my.toml"
     path.write_text(configuration("Qwen/Qwen3-0.6B", "openai/gsm8k", "math", 0, 3))

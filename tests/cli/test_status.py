@@ -17,6 +17,7 @@ from megatron_rl.launcher.disk import room_warning
 from megatron_rl.launcher.live_view import LiveView
 from megatron_rl.launcher.run_folder import locked
 from megatron_rl.protocol.checkpoint_folder import record_file, seal
+from megatron_rl.protocol.metrics import RESUMED
 from megatron_rl.protocol.process import Interrupted
 
 CONFIG = load_config(None, ["train.steps=10", "queue.max_staleness=2", "checkpoint.every_steps=2"])
@@ -39,6 +40,12 @@ def test_speed_time_left_and_silence_follow_from_the_rows() -> None:
     assert status.silent_s == {"trainer": 10.0, "queue": 8.0}
     assert status.dropped == {"zero_variance": 15} and status.warnings == []
     assert describe(status)[0] == "running, step 5 of 10, 10.0 s a step, about 50 s left"
+    # Resumed, it starts its engines first, for which no step tells the time.
+    rows.append({"time": 300.0, "source": "launch", "step": 5, RESUMED: 1, "checkpoint": "c"})
+    resumed = of_rows(rows, CONFIG, state="running", now=301.0)
+    assert describe(resumed)[0] == "running, step 5 of 10, 10.0 s a step"
+    rows.append(step(6, 400.0))
+    assert of_rows(rows, CONFIG, state="running", now=401.0).left_s == 40.0
 
 
 def test_engines_and_verifiers_are_counted_and_missing_ones_named() -> None:

@@ -214,6 +214,10 @@ def test_evaluation_sets_have_prompts_of_their_own_which_are_not_trained_on(tmp_
     assert [p.id for p in alone.all] == ["aime/aime:1"] and alone.dropped == 1
     with pytest.raises(InputError, match="'aime' has 2 prompts .* expected 5"):
         read_prompts([], 0, eval_sets=[wanted.model_copy(update={"problems": 5})]).divide()
+    # The keys in the error are those of this set, not of the train file.
+    aime.write_text('{"asked": "q1", "answer": "1"}\n')
+    with pytest.raises(InputError, match=r"^eval\.sets, aime: .*prompts\.columns\.question"):
+        read_prompts([PromptSource(path=train)], 0, eval_sets=[wanted])
 
 
 def run_of(folder: Path, questions: list[str], *overrides: str) -> Config:

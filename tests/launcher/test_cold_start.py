@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from megatron_rl.launcher.cold_start import (
     steps_left_behind,
 )
 from megatron_rl.launcher.run import begin_anew
-from megatron_rl.launcher.run_folder import Beginning, check_run_folder, last_words
+from megatron_rl.launcher.run_folder import Beginning, check_run_folder, last_words, locked
 from megatron_rl.observe.choice import CHOSEN, SET, Candidate
 from megatron_rl.protocol.checkpoint_folder import SFT_CHECKPOINTS, seal
 from megatron_rl.protocol.metrics import read_jsonl
@@ -98,6 +100,55 @@ def test_a_cold_start_is_resumed_by_its_own_values_and_a_changed_key_is_named(
         f"(sft.checkpoint_every_steps={every}). The same command starts the run again, except for "
         "its cold start, which resumes after step 6 of 9."
     )
+
+
+def test_the_refusal_of_other_values_says_how_to_begin_with_the_trained_model(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "the run"
+    make_checkpoint(run_dir, 6)
+    (run_dir / "config.toml").write_text(dump_toml(config(run_dir)))
+    changed = config(run_dir, "sampling.max_new_tokens=24")
+    with pytest.raises(InputError, match=r"with other values of sampling.*\(or run\.dir=DIR\)$"):
+        check_run_folder(changed)
+    make_model(run_dir, "cold_start")
+    with pytest.raises(InputError) as raised:
+        check_run_folder(changed)
+    assert str(raised.value).endswith(
+        f"DIR). There, model.path='{run_dir}/hf/cold_start' and sft.steps=0 begin with its model"
+    )
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from megatron_rl.launcher.run_folder import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_command_that_never_had_the_folder_does_not_speak_of_the_run_in_it(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.toml").write_text("")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run_dir)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    assert last_words(config(run_dir)) == (
+        f"Another launcher has the folder: a run is running in {run_dir}: end it first, or name "
+        "another folder with --run-dir DIR."
+    )
+    holder.communicate(timeout=60)
+    # Its own words, as those of a run that has ended.
+    assert last_words(config(run_dir)).startswith("Nothing is saved: the cold start is not over")
+    with locked(run_dir):
+        assert last_words(config(run_dir)).startswith("Nothing is saved: the cold start")
 
 
 def names(folder: Path) -> set[str]:

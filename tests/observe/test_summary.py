@@ -358,6 +358,21 @@ def test_evaluation_sets_and_votes_are_named_beside_the_held_out_prompts() -> No
     assert alone["accuracy_before"] is None and "before.aime" in render_text(alone, RunFacts())
 
 
+def test_evaluations_of_a_resumed_run_are_in_the_order_of_their_latest() -> None:
+    # It had ended after step 4.
+    labels = ["before", "step_2", "after", "step_4", "step_6", "after"]
+    rows = [
+        eval_row(f"{label}{of}", 100.0 + place, place / 10)
+        for place, label in enumerate(labels)
+        for of in ("", ".val")
+    ]
+    summary = summarize(rows, RunFacts())
+    ordered = ["before", "step_2", "step_4", "step_6", "after"]
+    assert list(summary["evaluations"]) == ordered
+    assert list(summary["evaluation_sets"]) == [f"{label}.val" for label in ordered]
+    assert summary["evaluation_sets"]["after.val"]["accuracy"] == 0.5
+
+
 def test_one_prompt_has_no_standard_error() -> None:
     rows = [eval_row("before", 100.0, 0.0), eval_row("after", 101.0, 1.0),
             eval_row("after.aime", 102.0, 0.25) | {"eval/pass_at_4": 1.0}]  # fmt: skip

@@ -69,6 +69,24 @@ def test_a_response_that_the_template_would_write_otherwise_is_said(folders: Pat
     assert "would write 2 of the first 2" in note
 
 
+def test_responses_that_no_completion_can_be_as_long_as_are_said(folders: Path) -> None:
+    renderer = make(folders / "smollm2")
+    asked = Conversation("sums", [ChatMessage("user", ASK)])
+    # The end counts: a completion that is cut before it is not finished.
+    short, long = (len(renderer.render_response(text)) for text in ("It is 12", THOUGHT))
+    examples = [TaughtAnswer(asked, "It is 12"), *[TaughtAnswer(asked, THOUGHT)] * 2]
+
+    def said(count: int, limit: int) -> list[str]:
+        notes = probe_renderer(renderer, taught=examples[:count], max_new_tokens=limit)
+        return [note for note in notes if "sampling.max_new_tokens" in note]
+
+    (note,) = said(3, long - 1)
+    assert "2 of the first 3 SFT responses have more tokens than" in note
+    assert f"sampling.max_new_tokens = {long - 1} (the longest has {long})" in note
+    assert said(3, long) == [] and said(2, long - 1) == [] and said(1, short) == []
+    assert len(said(1, short - 1)) == 1
+
+
 def test_spaces_that_a_template_puts_around_an_answer_are_taught(tmp_path: Path) -> None:
     ids = write_family(tmp_path, "mistral")
     template = (

@@ -84,3 +84,26 @@ def test_weights_of_a_minibatch_sum_to_one_and_every_example_comes_once_an_epoch
     for one, other in zip(batches, again, strict=True):
         for a, b in zip(one, other, strict=True):
             np.testing.assert_array_equal(a.token_ids, b.token_ids)
+
+
+CANNOT_CONTINUE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""No token closes a reply."""
+
+
+def test_one_reply_needs_no_template_that_continues_conversations(tmp_path: Path) -> None:
+    renderer = open_model(tmp_path / "m", "smollm2", template=CANNOT_CONTINUE)
+    asked, answered = {"role": "user", "content": "21="}, {"role": "assistant", "content": "12"}
+    path = tmp_path / "sft.jsonl"
+    rows = [
+        {"messages": [asked, answered], "task": "sums"},
+        {"messages": [asked], "response": "12", "task": "sums"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one, other = tokenize(read_sft_dataset(path), renderer)
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert (one.prompt_length, one.given) == (other.prompt_length, other.given)
+
+    path.write_text(json.dumps({"messages": [asked, answered] * 2, "task": "sums"}) + "\n")
+    # What the rollouts do with earlier replies would not help an example.
+    with pytest.raises(RenderError, match='with the roles user .* write the last .*"response"'):
+        list(tokenize(read_sft_dataset(path), renderer))

@@ -1,4 +1,6 @@
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +57,35 @@ def test_function_that_cannot_be_loaded_is_refused_at_start() -> None:
     extra = ExtraReward(name="bonus", function="tests.verification.pool.hostile_tasks:nothing")
     with pytest.raises(InputError, match="reward.extra 'bonus'"):
         check_functions(RewardConfig(extra=[extra]))
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        # As verl and TRL have them.
+        ("rewards_of_others:verl", r"(data_source, solution_str, ground_truth, extra_info=None)"),
+        ("rewards_of_others:named", "(*, completions, **given)"),
+        ("rewards_of_others:alone", "(answer)"),
+    ],
+)
+def test_a_function_of_other_arguments_is_refused_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, taken: str
+) -> None:
+    (tmp_path / "rewards_of_others.py").write_text(
+        "def verl(data_source, solution_str, ground_truth, extra_info=None): pass\n"
+        "def named(*, completions, **given): pass\n"
+        "def alone(answer): pass\n"
+        "def any_two(*arguments, **more): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    expected = re.escape(f"{name!r} takes {taken}; expected (answer, request): ")
+    with pytest.raises(InputError, match=rf"^reward\.tasks\.mine\.compare = {expected}"):
+        check_functions(RewardConfig(tasks={"mine": TaskConfig(compare=name)}))
+    with pytest.raises(InputError, match=rf"^reward\.extra 'bonus': function = {expected}"):
+        check_functions(RewardConfig(extra=[ExtraReward(name="bonus", function=name)]))
+    # A builtin function is called without its signature being known.
+    for fine in ("rewards_of_others:any_two", "builtins:max"):
+        check_functions(RewardConfig(tasks={"mine": TaskConfig(compare=fine)}))
 
 
 def test_extra_rewards_have_names_of_their_own_and_known_tasks() -> None:

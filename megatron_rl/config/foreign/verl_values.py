@@ -33,11 +33,14 @@ def prompt(value: Any, values: Values) -> dict[str, Any]:
     return {"generator.context_tokens": value + values["data.max_response_length"]}
 
 
+def _paths(value: Any) -> list[str]:
+    return [str(path) for path in (value if isinstance(value, list) else [value])]
+
+
 def sources(value: Any, values: Values) -> dict[str, Any]:
-    paths = value if isinstance(value, list) else [value]
     # The prompts of val_files are held out instead.
     share = {"held_out_share": 0.0} if values.get("data.val_files") else {}
-    return {"prompts": [{"path": str(path), **share} for path in paths]}
+    return {"prompts": [{"path": path, **share} for path in _paths(value)]}
 
 
 def template_kwargs(_: Any, values: Values) -> dict[str, Any]:
@@ -47,16 +50,18 @@ def template_kwargs(_: Any, values: Values) -> dict[str, Any]:
 
 
 def prompt_key(value: Any, values: Values) -> dict[str, Any]:
+    """The column of questions, in the files of training and of validation."""
     if value == "prompt":
         return NOTHING
-    files = values["data.train_files"]
-    count = len(files) if isinstance(files, list) else 1
-    return {"prompts": [{"columns": {"question": value}}] * count}
+    own = {"columns": {"question": value}}
+    found = {"prompts": [own] * len(_paths(values["data.train_files"]))}
+    if validated := values.get("data.val_files"):
+        found["eval.sets"] = [{"prompts": own}] * len(_paths(validated))
+    return found
 
 
 def sets(value: Any, _: Values) -> dict[str, Any]:
-    paths = [str(path) for path in (value if isinstance(value, list) else [value])]
-    return {"eval.sets": [{"name": set_name(p), "prompts": {"path": p}} for p in paths]}
+    return {"eval.sets": [{"name": set_name(p), "prompts": {"path": p}} for p in _paths(value)]}
 
 
 def batch(_: Any, values: Values) -> dict[str, Any]:

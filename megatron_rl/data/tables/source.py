@@ -94,6 +94,10 @@ def _files_of(source: PromptSource) -> TableFiles:
     return find_files(source.path, subset=source.subset, split=source.dataset_split)
 
 
+def _has_rows(file: Path) -> bool:
+    return any(True for _ in read_rows(file, None, batch_rows=SAMPLE_ROWS))
+
+
 def read_table(
     source: PromptSource,
     files: TableFiles,
@@ -291,7 +295,8 @@ class _Table:
             names = list(dict.fromkeys(found))
             if sample:
                 break
-        if not sample and not names and not self._is_lines:
+        # Lines may all be faulty, which is said of the first of them.
+        if not sample and not names and not any(map(_has_rows, self._files.files)):
             raise InputError(f"{file} has no rows: expected a question and its answer in each")
         self._names_of_columns = every_name(names, sample)
         if not self._is_lines or sample:

@@ -274,3 +274,19 @@ def test_defaults_of_a_scripts_variables_may_name_others(tmp_path: Path) -> None
     assert ours.optimizer.warmup_steps == 12
     assert (ours.reward.length_margin_tokens, ours.reward.length) == (128, 1.0)
     assert any(line.startswith("reward.length:") for line in found.to_check)
+
+
+def test_the_column_of_questions_is_that_of_every_file(tmp_path: Path) -> None:
+    script = """python3 -m verl.trainer.main_ppo data.prompt_key=asked \\
+        algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 \\
+        data.train_files="['/a.parquet', '/b.parquet']" data.val_files="['/c.jsonl', '/d.jsonl']"
+    """
+    _, ours = imported(written(tmp_path, "run.sh", script))
+    held = [one.prompts for one in ours.eval.sets]
+    assert [str(one.path) for one in held] == ["/c.jsonl", "/d.jsonl"]
+    assert [one.columns.question for one in [*ours.prompts, *held]] == ["asked"] * 4
+    # Without files of validation there is no evaluation set.
+    alone = script.partition("data.val_files")[0]
+    _, ours = imported(written(tmp_path, "alone.sh", alone + "data.val_files=null"))
+    assert [one.columns.question for one in ours.prompts] == ["asked"] * 2
+    assert ours.eval.sets == []

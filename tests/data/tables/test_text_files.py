@@ -205,6 +205,17 @@ def test_other_files_are_refused_by_name(
         read(path)
 
 
+def test_a_file_without_rows_lacks_no_column(tmp_path: Path) -> None:
+    path, columns = tmp_path / "a.jsonl", {"question": "my_prompt", "answer": "gold"}
+    path.write_bytes(b"")
+    with pytest.raises(InputError, match=r"a\.jsonl has no rows: expected a question and its"):
+        read(path, columns=columns)
+    # A line that is no JSON is a row.
+    path.write_bytes(b"question\n")
+    with pytest.raises(InputError, match=r"has no such column"):
+        read(path, columns=columns)
+
+
 def lines_of(name: str) -> str:
     return json.dumps({"question": name, "answer": "1"}) + "\n"
 
