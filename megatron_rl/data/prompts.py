@@ -192,7 +192,7 @@ def read_prompts(
 def mark_episodes(prompts: Sequence[Prompt], reward: RewardConfig | None) -> list[Prompt]:
     """The prompts; those whose task's environment decides the reward know it."""
     tasks = reward.tasks.items() if reward else ()
-    games = frozenset(name for name, task in tasks if task.is_decided_by_environment)
+    games = {name for name, task in tasks if task.is_decided_by_environment}
     return [
         msgspec.structs.replace(prompt, is_episode=True) if prompt.task in games else prompt
         for prompt in prompts
@@ -205,13 +205,9 @@ def _without_ungradable(
     """The prompts that the run's rewards can grade, where the source drops others by count."""
     if reward is None or source.faulty == "refuse":
         return reading
-    kept, faults = [], []
-    for prompt in reading.prompts:
-        fault = settings.find_fault(prompt, reward)
-        if fault is None:
-            kept.append(prompt)
-        else:
-            faults.append(fault)
+    found = [(prompt, settings.find_fault(prompt, reward)) for prompt in reading.prompts]
+    kept = [prompt for prompt, fault in found if fault is None]
+    faults = [fault for _, fault in found if fault is not None]
     if not faults:
         return reading
     if not kept:
@@ -273,10 +269,10 @@ def _read_eval_set(wanted: EvalSet, seed: int, reward: RewardConfig | None) -> R
     source = wanted.prompts.model_copy(update={"held_out_share": 1.0, "train_size": 0})
     try:
         reading = read_source(source, seed, key="prompts.kind")
+        reading = _without_ungradable(reading, source, reward)
     except InputError as error:
-        # It speaks of keys as those of [[prompts]].
+        # Its keys are those of [[prompts]].
         raise InputError(f"eval.sets, {wanted.name}: {error}") from error
-    reading = _without_ungradable(reading, source, reward)
     _check_ids(reading.prompts, f"the evaluation set {wanted.name!r}")
     prompts = [
         msgspec.structs.replace(prompt, id=f"{wanted.name}/{prompt.id}")
