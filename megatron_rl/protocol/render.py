@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.hf_config import mlp_sizes, text_values
+from megatron_rl.config.hf_config import mlp_sizes, positions_of, text_values
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.thinking import continued
 from megatron_rl.config.tree import Config
@@ -376,5 +376,5 @@ def read_values(path: Path) -> dict[str, Any]:
 
 def judge_context(config: Config) -> int:
     """Tokens of a judge's messages and reply together."""
-    found, most = read_values(config.scored_folder / "config.json"), config.scorer.kv_tokens
-    return min(int(found.get("max_position_embeddings", most)), most)
+    positions = positions_of(read_values(config.scored_folder / "config.json"))
+    return min(positions or config.scorer.kv_tokens, config.scorer.kv_tokens)

@@ -128,6 +128,10 @@ def test_a_judge_that_could_grade_nothing_is_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 1}))
     with pytest.raises(InputError, match=r"room for 1 tokens, and .* takes 2 before .*essay"):
         check_judge(config)
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1}
+    stretched = shape | {"max_position_embeddings": 1, "rope_scaling": yarn}
+    (folder / "config.json").write_text(json.dumps(stretched))
+    check_judge(config)
 
 
 def test_the_scorer_has_the_gpus_behind_those_of_the_generators(overrides: list[str]) -> None:
