@@ -19,10 +19,11 @@ def kl_advantages(tokens: Tokens, cfg: KlConfig) -> Tensor:
     """The KL penalty's part of each token's advantage [tokens], without gradient.
 
     horizon "to_go": -beta (sum_{s >= t} l_s - b), b the mean of the sums over the other sequences
-    of the group; in expectation under the policy the exact gradient of the sequences' KL. "token":
-    -beta l_t, which is that of each position's own KL, at the places that the policy visits.
-    estimator "exact": -beta sum_{s > t} KL_s, what the choice of t does to later positions. Without
-    a baseline: that of the group would add variance here, and cost a pass.
+    of the group; in expectation under the policy the exact gradient of the sequences' KL. Tokens of
+    reference answers have none. "token": -beta l_t, which is that of each position's own KL, at the
+    places that the policy visits. estimator "exact": -beta sum_{s > t} KL_s, what the choice of t
+    does to later positions. Without a baseline: that of the group would add variance here, and cost
+    a pass.
     """
     if cfg.is_exact:
         later = tokens.with_constant_policy().reference_kl
@@ -33,7 +34,9 @@ def kl_advantages(tokens: Tokens, cfg: KlConfig) -> Tensor:
         return -cfg.coefficient * ratios
     segments = tokens.segments
     baseline = segments.mean_of_others(segments.sum(ratios))
-    return -cfg.coefficient * (segments.to_go(ratios) - segments.spread(baseline))
+    found = -cfg.coefficient * (segments.to_go(ratios) - segments.spread(baseline))
+    # A baseline changes no expected gradient of sampled tokens, but that of a reference answer.
+    return found.masked_fill(tokens.is_gold, 0.0)
 
 
 def forward_kl(ratios: Tensor, max_log_ratio: float) -> Tensor:

@@ -73,6 +73,24 @@ def test_the_gradient_is_that_of_the_bound(n: int) -> None:
         torch.testing.assert_close(found, exact, **LIMIT)
 
 
+@pytest.mark.parametrize("placement", ["reward", "loss"])
+def test_the_penalty_is_the_thoughts_kl_and_leaves_the_answer_out(placement: str) -> None:
+    logits, reference = PAIRS.logits(3), PAIRS.logits(7)
+
+    def kl(leaf: Tensor) -> Tensor:
+        own, other = thoughts(leaf)[0], thoughts(reference)[0]
+        return (own.exp() * (own - other)).sum()
+
+    penalty = {"kl": {"coefficient": 0.7, "placement": placement}, "reference": {"policy": "start"}}
+    with_kl, without = (
+        expected_gradient(
+            PAIRS, given(1.0) | more, logits, group_size=2, gold=GOLD, reference=reference
+        )
+        for more in (penalty, {})
+    )
+    torch.testing.assert_close(with_kl - without, -0.7 * gradient(kl, logits), **LIMIT)
+
+
 def test_more_samples_tighten_the_bound() -> None:
     logits = PAIRS.logits(3)
     own, answers = thoughts(logits)
