@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.observe.choice import CHOSEN, SET, Candidate, candidates_of, choose
 from megatron_rl.protocol.checkpoint_folder import SFT_CHECKPOINTS, complete_checkpoints
@@ -30,12 +31,31 @@ def is_due(config: Config, *, is_resumed: bool) -> bool:
 
 
 def first_model(config: Config, *, is_resumed: bool) -> Path:
-    """Folder of the model that reinforcement learning begins with."""
-    folder = cold_start_folder(config)
+    """Folder of the model that reinforcement learning begins with, and engines until a weight sync.
+
+    Raises InputError where a run that begins at another run's checkpoint needs that run's cold
+    start, which is gone.
+    """
+    folder, resume = cold_start_folder(config), config.checkpoint.resume
     if not config.sft.steps:
         return config.model.path
-    # A run resumed from another folder's checkpoint has no cold start; it needs only the shape.
-    return config.model.path if is_resumed and not folder.exists() else folder
+    if is_resumed and not folder.exists() and resume != "auto":
+        # RUN/checkpoints/step_N
+        folder = Path(resume).absolute().parents[1] / "hf" / COLD_START
+    if not is_resumed or folder.exists():
+        return folder
+    uses = {
+        'algorithm.reference.policy="start"': config.algorithm.reference.policy == "start",
+        "sft.baseline": config.sft.baseline,
+    }
+    if needing := [key for key, is_used in uses.items() if is_used]:
+        raise InputError(
+            f"checkpoint.resume={resume}: {' and '.join(needing)} needs the model that the run of "
+            f"the checkpoint began with, and there is no {folder}: set model.path to that model "
+            "and sft.steps=0"
+        )
+    # Only its shape counts.
+    return config.model.path
 
 
 def is_trained(config: Config) -> bool:

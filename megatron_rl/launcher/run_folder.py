@@ -21,6 +21,7 @@ from megatron_rl.config.files import ConfigError, dump_toml, load_config
 from megatron_rl.config.layers import changed_keys, first_of
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.cold_start import (
+    first_model,
     is_of_cold_start,
     left_behind_text,
     reuse_text,
@@ -81,6 +82,8 @@ def check_run_folder(config: Config) -> Beginning:
     existing = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise InputError(f"cannot make the run folder {run_dir}: {existing} is no writable folder")
+    if found is not None:
+        first_model(config, is_resumed=True)
     return Beginning(found)
 
 

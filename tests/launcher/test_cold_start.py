@@ -22,7 +22,7 @@ from megatron_rl.launcher.cold_start import (
 from megatron_rl.launcher.run import begin_anew
 from megatron_rl.launcher.run_folder import Beginning, check_run_folder, last_words, locked
 from megatron_rl.observe.choice import CHOSEN, SET, Candidate
-from megatron_rl.protocol.checkpoint_folder import SFT_CHECKPOINTS, seal
+from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, SFT_CHECKPOINTS, seal
 from megatron_rl.protocol.metrics import read_jsonl
 
 
@@ -179,6 +179,25 @@ def test_a_finished_cold_start_is_kept_with_what_is_known_of_it(run_dir: Path) -
     (run_dir / "config.toml").write_text("")
     begin_anew(cfg)
     assert len(read_jsonl(run_dir / "metrics.jsonl")) == 11
+
+
+def test_a_run_at_the_checkpoint_of_another_one_begins_with_its_cold_start(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    """The reference "start" and the SFT baseline are those of the other run."""
+    partial = run_dir / CHECKPOINTS / "step.partial"
+    partial.mkdir(parents=True)
+    (partial / "queue.json").write_text("{}")
+    given = [f"checkpoint.resume={seal(partial, 4, {})}", "algorithm.preset=grpo"]
+    cfg = config(tmp_path / "new", *given)
+    with pytest.raises(
+        InputError, match=r"reference.policy=\"start\" needs .* no .*cold_start: set"
+    ):
+        check_run_folder(cfg)
+    assert first_model(config(tmp_path / "new", given[0]), is_resumed=True) == cfg.model.path
+    model = make_model(run_dir, "cold_start")
+    assert first_model(cfg, is_resumed=True) == model
+    assert check_run_folder(cfg).checkpoint == run_dir / CHECKPOINTS / "step_000004"
 
 
 def test_a_cold_start_that_was_cut_off_goes_on_at_its_newest_checkpoint(run_dir: Path) -> None:
