@@ -62,7 +62,7 @@ def run(options: RunOptions, console: Console) -> int:
     """Exit code: 0, 1 (the run failed), 2 (bad input, nothing was started)."""
     from megatron_rl.launcher import run as launch
     from megatron_rl.launcher.dry_run import dry_run
-    from megatron_rl.launcher.run_folder import last_words
+    from megatron_rl.launcher.last_words import last_words
     from megatron_rl.observe.deaths import until_death
 
     if options.dry_run:

@@ -32,8 +32,8 @@ def sft(options: StartOptions, console: Console) -> int:
     from megatron_rl.launcher import run as launch
     from megatron_rl.launcher.cold_start import cold_start_folder
     from megatron_rl.launcher.dry_run_text import NOTHING, run_lines
+    from megatron_rl.launcher.last_words import last_words
     from megatron_rl.launcher.prompt_record import pin_revisions
-    from megatron_rl.launcher.run_folder import last_words
     from megatron_rl.observe.deaths import until_death
 
     config = cold_start_alone(

@@ -18,7 +18,8 @@ from megatron_rl.config.files import load_run
 from megatron_rl.config.tree import Config
 from megatron_rl.evaluation.runs.results import RESULTS
 from megatron_rl.launcher.disk import room_warning
-from megatron_rl.launcher.run_folder import SIGNALLED, is_evaluation, is_running, last_words
+from megatron_rl.launcher.last_words import is_evaluation, last_words
+from megatron_rl.launcher.run_folder import SIGNALLED, is_running
 from megatron_rl.observe.activity_text import activity_line
 from megatron_rl.observe.heartbeat import PREPARED, is_stopped, read_beat
 from megatron_rl.observe.run_state import (

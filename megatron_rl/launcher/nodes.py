@@ -20,7 +20,8 @@ from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config, NodesConfig
-from megatron_rl.launcher import preflight, run_folder
+from megatron_rl.launcher import last_words as resuming
+from megatron_rl.launcher import preflight
 from megatron_rl.launcher.claims import claimed
 from megatron_rl.launcher.cold_start import is_due
 from megatron_rl.launcher.continuation import failure_noted
@@ -152,7 +153,7 @@ def last_words(run_dir: Path, node: int, nodes: int) -> str:
     """On the first node: how to resume a run that ended early; "" on other nodes."""
     if node or not (run_dir / CONFIG).exists():
         return ""
-    return run_folder.last_words(load_config(run_dir / CONFIG), nodes)
+    return resuming.last_words(load_config(run_dir / CONFIG), nodes)
 
 
 def _placed(

@@ -29,7 +29,6 @@ from megatron_rl.launcher.cold_start import (
     steps_left_behind,
 )
 from megatron_rl.launcher.stopped import kill_left_stopped
-from megatron_rl.observe.deaths import SAME_COMMAND
 from megatron_rl.observe.facts import kept_config_name
 from megatron_rl.observe.heartbeat import ALIVE, Heartbeat, find_living
 from megatron_rl.protocol.checkpoint_folder import (
@@ -232,47 +231,6 @@ def _move_but_cold_start(source: Path, target: Path) -> None:
             path.rename(target / path.name)
 
 
-def last_words(config: Config, nodes: int = 0) -> str:
-    """How to resume a run that ended early; "" for one that is complete or never started.
-
-    nodes: --nodes of `megatron-rl node`; 0: another command started the run.
-    """
-    run_dir = config.run.dir
-    if not (run_dir / CONFIG).exists() or (run_dir / SUMMARY).exists():
-        return ""
-    # Watching one on another host would take seconds.
-    if (other := find_living(run_dir, watch_s=0.0)) and other.pid != os.getpid():
-        return f"Another launcher has the folder: {_second_text(run_dir)}."
-    command = SAME_COMMAND
-    if is_evaluation(config):
-        return f"The completions of finished problems are kept. {command} resumes the evaluation."
-    if nodes:
-        node = f"megatron-rl node {run_dir} --nodes {nodes} --node N"
-        command = f"Run `megatron-rl prepare` again, then `{node}` on each node: that"
-    checkpoint = find_resume(config.checkpoint, run_dir)
-    if checkpoint is not None:
-        step = f"step {step_of(checkpoint)} of {config.train.steps}"
-        return f"{command} resumes the run after {step}, from {checkpoint}."
-    every = config.checkpoint.every_steps
-    why = f"no checkpoint is complete yet (checkpoint.every_steps={every})"
-    if not every:
-        why = "no checkpoints are made (checkpoint.every_steps=0)"
-    steps = steps_left_behind(config)
-    if steps < config.sft.steps:
-        every = config.sft.checkpoint_every_steps
-        why = f"the cold start is not over (sft.checkpoint_every_steps={every})"
-    saved = f"Only the cold start is saved, up to step {steps} of {config.sft.steps}"
-    return (
-        f"{saved if steps else 'Nothing is saved'}: {why}. {command} starts the run again"
-        f"{left_behind_text(config, steps)}."
-    )
-
-
-def is_evaluation(config: Config) -> bool:
-    """Whether it is that of `megatron-rl eval`, which trains nothing and resumes no checkpoint."""
-    return config.train.steps == 0 and config.checkpoint.resume == "never"
-
-
 class FolderLock(NamedTuple):
     """The lock of a run folder."""
 
@@ -295,7 +253,7 @@ def locked(run_dir: Path, phase: str = "", nodes: int = 0) -> Iterator[FolderLoc
     run_dir.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
     # Another host may not see the lock, so the heartbeat is checked too.
     if (other := find_living(run_dir)) is not None:
-        raise InputError(f"{_second_text(run_dir)} (it is {other.describe()})")
+        raise InputError(f"{second_text(run_dir)} (it is {other.describe()})")
     descriptor = os.open(run_dir / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         failures = run_dir.resolve() / "logs" / FAILURES
@@ -303,7 +261,7 @@ def locked(run_dir: Path, phase: str = "", nodes: int = 0) -> Iterator[FolderLoc
         while not _try_lock(descriptor):
             kill_left_stopped(failures)
             if time.monotonic() > deadline:
-                raise InputError(_second_text(run_dir))
+                raise InputError(second_text(run_dir))
             time.sleep(0.2)
         # Some do not hold the lock, such as ranks.
         kill_left_stopped(failures)
@@ -319,7 +277,7 @@ def locked(run_dir: Path, phase: str = "", nodes: int = 0) -> Iterator[FolderLoc
         os.close(descriptor)
 
 
-def _second_text(run_dir: Path) -> str:
+def second_text(run_dir: Path) -> str:
     return f"a run is running in {run_dir}: end it first, or name another folder with --run-dir DIR"
 
 

@@ -19,8 +19,9 @@ from megatron_rl.launcher.cold_start import (
     is_trained,
     steps_left_behind,
 )
+from megatron_rl.launcher.last_words import last_words
 from megatron_rl.launcher.run import begin_anew
-from megatron_rl.launcher.run_folder import Beginning, check_run_folder, last_words, locked
+from megatron_rl.launcher.run_folder import Beginning, check_run_folder, locked
 from megatron_rl.observe.choice import CHOSEN, SET, Candidate
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, SFT_CHECKPOINTS, seal
 from megatron_rl.protocol.metrics import read_jsonl

@@ -19,6 +19,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.config.tree import Config, PortsConfig
 from megatron_rl.launcher import run, run_folder
+from megatron_rl.launcher.last_words import last_words
 from megatron_rl.launcher.ports import draw_label
 from megatron_rl.launcher.preflight import PromptReport
 from megatron_rl.launcher.run_folder import (
@@ -27,7 +28,6 @@ from megatron_rl.launcher.run_folder import (
     Beginning,
     check_run_folder,
     checkpoints_passed_over,
-    last_words,
     locked,
     set_aside,
     write_config,
@@ -135,6 +135,25 @@ def test_last_words_say_where_the_same_command_resumes(run_dir: Path, tmp_path: 
         assert said == f"Nothing is saved: {why}. The same command starts the run again."
     (new / SUMMARY).write_text("{}")
     assert last_words(config(new)) == ""
+
+
+def test_last_words_of_a_run_that_began_at_another_ones_checkpoint(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    """With that checkpoint the run's own folder is refused."""
+    new, other = tmp_path / "new", run_dir / CHECKPOINTS / "step_000006"
+    new.mkdir()
+    (new / CONFIG).write_text("")
+    begun = config(new, f"checkpoint.resume={other}")
+    assert last_words(begun).endswith(f" Another folder (run.dir) begins at {other} again.")
+    own = make_checkpoint(new, 8)
+    said = last_words(begun)
+    assert said.startswith(
+        "The same command without checkpoint.resume resumes the run after step 8"
+    )
+    assert said.endswith(f"from {own}.")
+    gone = config(new, f"checkpoint.resume={new / CHECKPOINTS / 'step_000007'}")
+    assert "step_000007: that is no complete checkpoint" in last_words(gone)
 
 
 def test_new_folder_may_begin_at_a_checkpoint_of_another(run_dir: Path, tmp_path: Path) -> None:

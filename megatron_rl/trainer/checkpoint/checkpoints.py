@@ -277,8 +277,11 @@ class Checkpoints:
         final = checkpoint_folder.seal(saving.folder, saving.step, files)
         log.info("checkpoint of step %d is complete: %s", saving.step, final)
         found = checkpoint_folder.complete_checkpoints(self._folder)
+        named = Path(self._cfg.resume).resolve()
         for step in self._superfluous(found):
-            checkpoint_folder.discard(found[step])
+            # The configuration still names it, and a restarted role looks for it there.
+            if found[step].resolve() != named:
+                checkpoint_folder.discard(found[step])
 
     def _await_room(self, step: int, folder: Path) -> None:
         """Wait for room for Megatron's own small files; on failure every rank raises InputError."""

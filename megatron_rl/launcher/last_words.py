@@ -1,0 +1,70 @@
+"""How to resume a run that ended early. Used by the commands that start launchers."""
+
+import os
+from pathlib import Path
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.cold_start import left_behind_text, steps_left_behind
+from megatron_rl.launcher.run_folder import CONFIG, SUMMARY, second_text
+from megatron_rl.observe.deaths import SAME_COMMAND
+from megatron_rl.observe.heartbeat import find_living
+from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, find_resume, step_of
+
+
+def last_words(config: Config, nodes: int = 0) -> str:
+    """How to resume a run that ended early; "" for one that is complete or never started.
+
+    nodes: --nodes of `megatron-rl node`; 0: another command started the run.
+    """
+    run_dir = config.run.dir
+    if not (run_dir / CONFIG).exists() or (run_dir / SUMMARY).exists():
+        return ""
+    # Watching one on another host would take seconds.
+    if (other := find_living(run_dir, watch_s=0.0)) and other.pid != os.getpid():
+        return f"Another launcher has the folder: {second_text(run_dir)}."
+    command = SAME_COMMAND
+    if is_evaluation(config):
+        return f"The completions of finished problems are kept. {command} resumes the evaluation."
+    if nodes:
+        node = f"megatron-rl node {run_dir} --nodes {nodes} --node N"
+        command = f"Run `megatron-rl prepare` again, then `{node}` on each node: that"
+    began_at, place = _other_checkpoint(config), config.checkpoint
+    if began_at is not None:
+        # The folder holds a run now, and is refused with a checkpoint of another one.
+        place = place.model_copy(update={"resume": "auto"})
+        command += " without checkpoint.resume"
+    try:
+        checkpoint = find_resume(place, run_dir)
+    except InputError as error:
+        return str(error)
+    if checkpoint is not None:
+        step = f"step {step_of(checkpoint)} of {config.train.steps}"
+        return f"{command} resumes the run after {step}, from {checkpoint}."
+    every = config.checkpoint.every_steps
+    why = f"no checkpoint is complete yet (checkpoint.every_steps={every})"
+    if not every:
+        why = "no checkpoints are made (checkpoint.every_steps=0)"
+    if began_at is not None:
+        return f"Nothing is saved: {why}. Another folder (run.dir) begins at {began_at} again."
+    steps = steps_left_behind(config)
+    if steps < config.sft.steps:
+        every = config.sft.checkpoint_every_steps
+        why = f"the cold start is not over (sft.checkpoint_every_steps={every})"
+    saved = f"Only the cold start is saved, up to step {steps} of {config.sft.steps}"
+    return (
+        f"{saved if steps else 'Nothing is saved'}: {why}. {command} starts the run again"
+        f"{left_behind_text(config, steps)}."
+    )
+
+
+def _other_checkpoint(config: Config) -> Path | None:
+    """The checkpoint of another run that the configuration names."""
+    named = Path(config.checkpoint.resume)
+    is_own = named.parent.resolve() == (config.run.dir / CHECKPOINTS).resolve()
+    return None if config.checkpoint.resume in ("auto", "never") or is_own else named
+
+
+def is_evaluation(config: Config) -> bool:
+    """Whether it is that of `megatron-rl eval`, which trains nothing and resumes no checkpoint."""
+    return config.train.steps == 0 and config.checkpoint.resume == "never"
