@@ -21,6 +21,7 @@ from megatron_rl.data.epochs import ShuffledEpochs
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.prompt import normalized
 from megatron_rl.protocol.rollout_files import (
+    FOLDER,
     WORDS,
     RolloutFile,
     RolloutRecord,
@@ -289,7 +290,13 @@ class BufferReplay:
         return Drawn(tuple(drawn), (metric,))
 
     def resume_at(self, step: int) -> None:
-        """Fill the buffer from the records of earlier steps. Raises InputError."""
+        """Fill the buffer from the records of earlier steps, if the run has some.
+
+        One that begins at the checkpoint of another run has none. Raises InputError.
+        """
+        if not (self._run_dir / FOLDER).exists():
+            log.warning("the replay buffer begins empty: %s has no rollouts", self._run_dir)
+            return
         found: list[StoredGroup] = []
         files = [f for f in rollout_files(self._run_dir) if f.step is not None and f.step < step]
         for file in reversed([file for file in files if not file.is_dropped]):

@@ -235,6 +235,9 @@ def test_a_buffer_draws_of_the_latest_groups_none_that_is_too_old(tmp_path: Path
 def test_a_resumed_buffer_draws_what_an_uninterrupted_one_does(tmp_path: Path) -> None:
     config = config_of(tmp_path, buffer_groups=6, max_age=3)
     whole = open_replay(config, [])
+    # As in the new folder of a run that begins at the checkpoint of another one.
+    whole.resume_at(5)
+    assert not whole.draw(0, []).groups
     recorder = Recorder(tmp_path)
     for step in range(5):
         whole.draw(step, sampled(step))

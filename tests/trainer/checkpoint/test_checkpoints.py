@@ -100,10 +100,14 @@ def planning_of_saves(cfg: Config) -> tuple[list[int], list[bool]]:
 
 
 def test_the_third_checkpoint_of_a_run_is_not_planned_again(model: Path, tmp_path: Path) -> None:
-    cfg = config(model, tmp_path, "parallel.data=2", "parallel.distributed_optimizer=true")
+    """Of four, the last two are kept, and the one that the configuration names."""
+    named = tmp_path / CHECKPOINTS / "step_000002"
+    distributed = ["parallel.data=2", "parallel.distributed_optimizer=true"]
+    cfg = config(model, tmp_path, *distributed, f"checkpoint.resume={named}")
     for plans, is_read in run_ranks(planning_of_saves, 2, cfg):
         assert plans[0] > plans[1] > 0 and plans[2:] == [0, 0]
         assert is_read == [True] * 4
+    assert [*complete_checkpoints(tmp_path / CHECKPOINTS)] == [2, 6, 8]
 
 
 def reads_of_replicas(cfg: Config) -> int:
