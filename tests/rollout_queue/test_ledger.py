@@ -11,14 +11,14 @@ import pytest
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.frames import encode_frames
 from megatron_rl.protocol.ledger import STATE, read_state, segment_path
-from megatron_rl.protocol.metrics import JsonlWriter
+from megatron_rl.protocol.metrics import JsonlWriter, read_jsonl
 from megatron_rl.protocol.types import SaveState, Score
 from megatron_rl.rollout_queue import ledger
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.coordinator import BATCHES, Outgoing
 from megatron_rl.rollout_queue.effects import LedgerMaker, LedgerMetrics, LedgerWriter
 from megatron_rl.rollout_queue.ledger import Ledger, Parts
-from megatron_rl.rollout_queue.record_files import RecordFiles
+from megatron_rl.rollout_queue.record_files import NOT_REMOVED, RecordFiles
 from megatron_rl.rollout_queue.recovery import Live, recover
 from megatron_rl.rollout_queue.stall import UnixTime
 from megatron_rl.rollout_queue.states import MOST_LOGS, References
@@ -230,6 +230,25 @@ def test_a_queue_continues_with_functions_of_the_user(
     assert mortal.deaths >= 5 and mortal.ledger._number >= 5
     assert len(queue.batches) == 6
     assert as_bytes(queue.batches) == as_bytes(whole.batches)
+
+
+def test_a_row_that_a_thread_wrote_past_the_ledger_costs_none_of_the_queues_own(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    live = JsonlWriter(path, "queue")
+    killed = LedgerMetrics(live)
+    killed.write(1, {"queue/a": 1})
+    killed.release()
+    live.write(1, {NOT_REMOVED: 1})
+    continued = LedgerMetrics(live)
+    continued.begin_replay(live, path, 0)
+    continued.write(1, {"queue/a": 1})
+    for step in (2, 3):
+        continued.write(step, {"queue/a": 1})
+    continued.release()
+    rows = [(row["step"], NOT_REMOVED in row) for row in read_jsonl(path)]
+    assert rows == [(1, False), (1, True), (2, False), (3, False)]
 
 
 def test_a_queue_without_room_for_its_states_goes_on_with_the_old_segment(
