@@ -36,6 +36,10 @@ class AdvantageFunctions:
     normalization: NormalizationFunction
     aggregation: AggregationFunction
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A closure has no pickle, and the ledger loads functions of our own modules alone.
+        return find_advantage_functions, (self.cfg,)
+
     @property
     def needs_classes(self) -> bool:
         """Whether the advantage estimator reads classes of answers."""

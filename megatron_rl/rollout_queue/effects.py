@@ -24,9 +24,11 @@ from megatron_rl.protocol.rollout_files import LINES, WORD_BYTES, WORDS, read_re
 from megatron_rl.protocol.types import RankBatch
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.batches import BatchOrder, deal_batch
-from megatron_rl.rollout_queue.record_files import Job, RecordFiles, RecordThread
+from megatron_rl.rollout_queue.record_files import NOT_REMOVED, Job, RecordFiles, RecordThread
 
 _ROW_OF_QUEUE = b'"source": "queue"'
+_ROW_OF_THINNER = f'"{NOT_REMOVED}"'.encode()
+"""In a row that a thread of the queue writes whatever the ledger says."""
 
 
 class LedgerMaker(BatchMaker):
@@ -193,7 +195,10 @@ class LedgerMetrics(JsonlWriter):
         self._writer = writer
         with path.open("rb") as file:
             file.seek(begin)
-            self._in_file = sum(_ROW_OF_QUEUE in line and line.endswith(b"\n") for line in file)
+            self._in_file = sum(
+                _ROW_OF_QUEUE in line and _ROW_OF_THINNER not in line and line.endswith(b"\n")
+                for line in file
+            )
 
     def close(self) -> None:
         """Do nothing: the other writer is closed by its owner."""

@@ -27,6 +27,7 @@ from megatron_rl.protocol.queue_state import QueueState, UnfinishedEvaluation
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.rollout_queue.drop_reasons import TooManyFailures
 from megatron_rl.rollout_queue.evaluation import (
+    FINAL_LABEL,
     EvaluationSet,
     evaluation_sets,
     first_free_number,
@@ -126,7 +127,8 @@ class EvaluationScheduler:
         evaluation that ended after the state was saved is not repeated. An evaluation of an earlier
         version ends with the problems in its file, since no generator will hold that version.
         """
-        self.done = list(state.evaluated)
+        # A run that resumes with more steps has another end, whose evaluation is still due.
+        self.done = [one for one in state.evaluated if one.partition(".")[0] != FINAL_LABEL]
         self._ended_earlier = read_ended(self._recorder.run_dir, state.step)
         for one in state.unfinished_evaluations:
             if one.version == state.step:

@@ -44,10 +44,15 @@ class LoopClock:
         if gap_s > STALL_S:
             self.stalled_s += gap_s - STALL_S
             log.warning("the queue's loop stood still for %.1f s: nobody's silence counts", gap_s)
+        # CLOCK_MONOTONIC stands still while the host is suspended.
+        offset_s = time.time() - at
+        if abs(moved_s := offset_s - self._unix_offset_s) > STALL_S:
+            log.warning("the time of day moved by %.1f s: recorded times follow it", moved_s)
+            self._unix_offset_s = offset_s
         return at - self.stalled_s
 
     def unix_s(self, at: float) -> float:
-        """Unix seconds of a reading. A reading from before a stall is late by that stall."""
+        """Unix seconds of a reading. One from before a stall or suspension is late by it."""
         return at + self.stalled_s + self._unix_offset_s
 
 

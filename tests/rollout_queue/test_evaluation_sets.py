@@ -10,8 +10,16 @@ from megatron_rl.config.tree import Config
 from megatron_rl.evaluation.samples import of_records
 from megatron_rl.launcher.phases import eval_limit_s
 from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.rollout_files import read_records, read_rollouts
-from megatron_rl.protocol.types import NOT_GRADED, UNGRADABLE, ClassRequest, Score, WeightsSynced
+from megatron_rl.protocol.types import (
+    NOT_GRADED,
+    UNGRADABLE,
+    ClassRequest,
+    SaveState,
+    Score,
+    WeightsSynced,
+)
 from tests.rollout_queue.makers import mixed
 from tests.rollout_queue.played_queue import PlayedQueue
 
@@ -170,6 +178,39 @@ def test_a_problem_that_lost_a_completion_is_made_again(tmp_path: Path) -> None:
     assert {prompt for prompt, _ in second.leased} == {"aime1"}
     assert len(list(read_records(tmp_path / "rollouts" / "eval_model.aime.jsonl"))) == 12
     assert not dropped.exists()
+
+
+def train_to_the_end(folder: Path, steps: int, *, state: QueueState | None = None) -> QueueState:
+    """The trainer asks for the state of the last step when the evaluations there are over."""
+    queue = PlayedQueue(folder, mixed, train={"steps": steps}, held_out=2, eval_sets={"code": 1},
+                        eval={"prompts": 2, "sets": [CODE]})  # fmt: skip
+    first = 0
+    if state is not None:
+        queue.coordinator.resume(state)
+        first = state.step
+    queue.serve()
+    for version in range(first, steps):
+        queue.sync(version)
+        queue.reach(version - first + 1)
+    queue.version = steps
+    queue.coordinator.handle("batches", "t", WeightsSynced(steps, is_final=True), queue.now)
+    queue.play(10)
+    queue.coordinator.handle("batches", "t", SaveState(steps), queue.now)
+    [saved] = [one.message for one in queue.coordinator.outgoing(queue.now)]
+    return saved
+
+
+def test_a_run_resumed_for_more_steps_is_evaluated_at_its_new_end(tmp_path: Path) -> None:
+    """And the old end, resumed without further steps, is not evaluated twice."""
+    state = train_to_the_end(tmp_path, 2)
+    assert state.evaluated == ["before", "before.code", "after", "after.code"]
+    train_to_the_end(tmp_path, 2, state=state)
+    train_to_the_end(tmp_path, 4, state=state)
+    rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "eval/n" in row]
+    assert [(row["label"], row["step"]) for row in rows] == [
+        ("before", 0), ("before.code", 0), ("after", 2), ("after.code", 2),
+        ("after", 4), ("after.code", 4),
+    ]  # fmt: skip
 
 
 def test_training_evaluates_each_set_too(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ import pytest
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.frames import encode_frames
 from megatron_rl.protocol.ledger import STATE, read_state, segment_path
-from megatron_rl.protocol.metrics import JsonlWriter
+from megatron_rl.protocol.metrics import JsonlWriter, read_jsonl
 from megatron_rl.protocol.types import SaveState, Score
 from megatron_rl.rollout_queue import ledger
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.coordinator import BATCHES, Outgoing
 from megatron_rl.rollout_queue.effects import LedgerMaker, LedgerMetrics, LedgerWriter
 from megatron_rl.rollout_queue.ledger import Ledger, Parts
-from megatron_rl.rollout_queue.record_files import RecordFiles
+from megatron_rl.rollout_queue.record_files import NOT_REMOVED, RecordFiles
 from megatron_rl.rollout_queue.recovery import Live, recover
 from megatron_rl.rollout_queue.stall import UnixTime
 from megatron_rl.rollout_queue.states import MOST_LOGS, References
@@ -118,6 +118,28 @@ def judge(prompt: str, index: int) -> Score | str | None:
     return Score(float(right), {"correct": float(right)}, "right" if right else "wrong")
 
 
+MODULE_OF_A_USER = """
+import functools
+
+
+def less(share):
+    def estimate(group, cfg):
+        return group.rewards - share * group.rewards.mean()
+    return estimate
+
+
+def halved(advantages, cfg, *, by):
+    return [one / by for one in advantages]
+
+
+estimator, normalization = less(0.5), functools.partial(halved, by=2.0)
+
+
+def aggregation(lengths, cfg):
+    return [0.25 + 0.0 * one for one in lengths]
+"""
+
+
 class Cramped(Mortal):
     """Its disk has room for a state in every fifth pass only."""
 
@@ -139,10 +161,14 @@ class Cramped(Mortal):
 
 
 def play(
-    folder: Path, every: int, make: Callable[[PlayedQueue, int], Mortal] = Mortal
+    folder: Path,
+    every: int,
+    make: Callable[[PlayedQueue, int], Mortal] = Mortal,
+    **sections: dict,
 ) -> tuple[PlayedQueue, Mortal]:
     folder.mkdir(exist_ok=True)
-    queue = PlayedQueue(folder, judge, held_out=6, eval={"every_steps": 2}, train={"steps": 6})
+    sections = {"eval": {"every_steps": 2}, "train": {"steps": 6}, **sections}
+    queue = PlayedQueue(folder, judge, held_out=6, **sections)
     mortal = queue.coordinator = make(queue, every)
     queue.start()
     for version in range(1, 7):
@@ -185,6 +211,44 @@ def test_a_queue_killed_after_every_nth_event_deals_the_same_batches(
     assert queue.leased == unkilled.leased
     assert queue.graded == unkilled.graded
     assert files_of(queue.config.run.dir) == files_of(unkilled.config.run.dir)
+
+
+def test_a_queue_continues_with_functions_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A closure, which has no pickle, a partial and a function, of a module that is not ours."""
+    (tmp_path / "user_of_ledger.py").write_text(MODULE_OF_A_USER)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(ledger, "MOST_RECORDS", 7)
+    names = {
+        "advantage_estimator": {"name": "user_of_ledger:estimator"},
+        "normalization": {"name": "user_of_ledger:normalization"},
+        "aggregation": {"name": "user_of_ledger:aggregation"},
+    }
+    whole, _ = play(tmp_path / "whole", NEVER, algorithm=names)
+    queue, mortal = play(tmp_path / "killed", 11, algorithm=names)
+    assert mortal.deaths >= 5 and mortal.ledger._number >= 5
+    assert len(queue.batches) == 6
+    assert as_bytes(queue.batches) == as_bytes(whole.batches)
+
+
+def test_a_row_that_a_thread_wrote_past_the_ledger_costs_none_of_the_queues_own(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    live = JsonlWriter(path, "queue")
+    killed = LedgerMetrics(live)
+    killed.write(1, {"queue/a": 1})
+    killed.release()
+    live.write(1, {NOT_REMOVED: 1})
+    continued = LedgerMetrics(live)
+    continued.begin_replay(live, path, 0)
+    continued.write(1, {"queue/a": 1})
+    for step in (2, 3):
+        continued.write(step, {"queue/a": 1})
+    continued.release()
+    rows = [(row["step"], NOT_REMOVED in row) for row in read_jsonl(path)]
+    assert rows == [(1, False), (1, True), (2, False), (3, False)]
 
 
 def test_a_queue_without_room_for_its_states_goes_on_with_the_old_segment(

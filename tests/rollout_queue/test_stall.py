@@ -23,7 +23,7 @@ from megatron_rl.protocol.types import (
 from megatron_rl.protocol.wire import Router, decode_frames, encode_frames
 from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, Coordinator
 from megatron_rl.rollout_queue.server import serve
-from megatron_rl.rollout_queue.stall import STALL_S, LoopClock
+from megatron_rl.rollout_queue.stall import STALL_S, LoopClock, UnixTime
 from tests.ports import free_port
 from tests.rollout_queue.virtual import open_coordinator
 
@@ -41,6 +41,27 @@ def test_clock_leaves_out_what_exceeds_a_pass_of_the_loop() -> None:
     # From 102.5 to 170.5 is 68 s, of which STALL_S count.
     assert [clock.read() for _ in range(4)] == [101.0, 102.5, 104.5, 105.0]
     assert STALL_S == 2.0 and clock.stalled_s == 66.0
+
+
+def test_recorded_times_follow_the_time_of_day_after_a_suspension(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ledger writes the new offset down. Small corrections of the time change nothing."""
+    monotonic, unix = 100.0, 5000.0
+    monkeypatch.setattr(time, "time", lambda: unix)
+    clock = LoopClock(lambda: monotonic)
+    recorded = UnixTime()
+    recorded.clock = clock
+    for asleep_s, offset_s in [(0.0, 4900.0), (28_800.0, 33_700.0), (1.5, 33_700.0)]:
+        monotonic += 1.0
+        unix += 1.0 + asleep_s
+        assert recorded(clock.read()) == monotonic + offset_s
+        assert recorded.present_offset_s == offset_s
+    # A stall of 4 s, of which 2 s are left out, and a clock that is put back by an hour.
+    monotonic += 4.0
+    unix += 4.0 - 3600.0
+    assert recorded(clock.read()) == unix
+    assert clock.stalled_s == 2.0
 
 
 class Generators:
