@@ -165,7 +165,7 @@ class NodeRegistry:
     @property
     def present(self) -> int:
         """Number of the other nodes that are there."""
-        return len(self._states.keys() - self.away.keys())
+        return len(self._states.keys() - self.away.keys() - self.lost.keys())
 
     def take_restarts(self) -> list[RoleRestart]:
         """Restarts on other nodes since the last call."""
