@@ -6,6 +6,7 @@ Used by trainer ranks (and by tools that build the model); everything else asks 
 import datetime
 import logging
 import os
+import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ from megatron_rl.backend import fusions
 from megatron_rl.backend.cpu import adam, patches
 from megatron_rl.backend.cpu.layers import block_spec
 from megatron_rl.backend.cpu.pointwise import RMSNorm
-from megatron_rl.backend.environment import DETERMINISTIC
+from megatron_rl.backend.cpu.sglang import torch_is_for_cpu
+from megatron_rl.backend.environment import DETERMINISTIC, GPUS_VARIABLE, named_gpus
 from megatron_rl.backend.norms import DEFAULT_NORMS, Norms, arrange
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.gpus import named_peak
@@ -320,7 +322,9 @@ def select_backend(model: ModelConfig, attention: Attention = PLAIN) -> Backend:
     has_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     cuda_device = None
-    if has_cuda:
+    if not has_cuda:
+        _refuse_idle_gpus()
+    else:
         capability = torch.cuda.get_device_capability(device)
         cuda_device = Device(capability, installed_flash_attention(), has_engine=HAVE_TE)
     choice = choose_layers(model, attention, cuda_device)
@@ -335,6 +339,24 @@ def select_backend(model: ModelConfig, attention: Attention = PLAIN) -> Backend:
     prepare_cuda(layers)
     torch.cuda.set_device(device)
     return Backend(device, "nccl", layers)
+
+
+def _refuse_idle_gpus() -> None:
+    """Raise InputError when this process is given GPUs, for which torch does not start CUDA."""
+    given = os.environ.get(GPUS_VARIABLE, "")
+    if torch_is_for_cpu() or not named_gpus(given):
+        return
+    try:
+        torch.cuda.init()
+        cause = "torch finds no device"
+    # A build without CUDA asserts, if its version does not tell.
+    except (RuntimeError, AssertionError) as error:
+        cause = str(error)
+    raise InputError(
+        f"{GPUS_VARIABLE}={given} names GPUs, but CUDA does not start on {socket.gethostname()}: "
+        f"{cause}. Look at the driver (`nvidia-smi`, `megatron-rl doctor`), and on hosts with "
+        f"NVSwitch at the service nvidia-fabricmanager; or use the CPU: {GPUS_VARIABLE}= (empty)"
+    )
 
 
 def prepare_cuda(layers: Layers) -> None:

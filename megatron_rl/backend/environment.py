@@ -3,7 +3,9 @@
 Used by the launcher, so without torch: a variable has to be set before torch is loaded.
 """
 
+import itertools
 import os
+import re
 import socket
 import sys
 import sysconfig
@@ -23,6 +25,8 @@ from megatron_rl.protocol.wire import LOOPBACK
 DeviceKind = Literal["cpu", "cuda"]
 DEVICE_OF_MODE: dict[str, DeviceKind] = {"cpu": "cpu", "gpu": "cuda"}
 """Mode of tools/install.sh -> what its packages compute on."""
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_GPU_NAME = re.compile(r"\d+|(GPU|MIG)-.+")
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 """Names of the variable by which torch's allocator of device memory is set."""
 _LIBRARIES = {"CUDNN_HOME": "cudnn", "NVRTC_HOME": "cu13", "CURAND_HOME": "cu13"}
@@ -50,6 +54,12 @@ DETERMINISTIC = {
 _NCCL_ALGORITHMS = ("NCCL_ALGO", "^NVLS")
 """Megatron's own check takes this value: sums inside of a switch have no fixed order."""
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def named_gpus(given: str) -> list[str]:
+    """The GPUs that a value of GPUS_VARIABLE names."""
+    # As CUDA does, which takes the names before the first one that is none: "-1", "NoDevFiles".
+    return list(itertools.takewhile(_GPU_NAME.fullmatch, given.replace(" ", "").split(",")))
 
 
 def device_of_host(gpus: Sequence[str], torch_version: str | None = None) -> DeviceKind:

@@ -189,8 +189,8 @@ class FirstNodeLink(NodeLink):
 
     @property
     def lost(self) -> dict[int, int]:
-        """Lost nodes for which the trainer waits, and the number of the start that each ended."""
-        return dict.fromkeys(self.registry.lost, self.order.start)
+        """Lost nodes for which the trainer waits, and the number of each loss."""
+        return {node: loss.number for node, loss in self.registry.lost.items()}
 
     def take_interruption(self) -> str:
         """Why the trainer's latest start was ended for a node that was lost; "": it was not."""

@@ -32,6 +32,8 @@ class Loss(NamedTuple):
 
     why: str
     at: float
+    number: int
+    """Of the losses so far, this one included."""
 
 
 class Least(NamedTuple):
@@ -60,6 +62,7 @@ class NodeRegistry:
         """Nodes of the trainer that may be lost and come back; the trainer then starts again."""
         self.lost: dict[int, Loss] = {}
         """Those that are lost now."""
+        self._losses = 0
         self._interruptions: list[str] = []
         self._since: dict[int, float] = {}
         """When the launcher of each node was first heard."""
@@ -165,7 +168,7 @@ class NodeRegistry:
     @property
     def present(self) -> int:
         """Number of the other nodes that are there."""
-        return len(self._states.keys() - self.away.keys())
+        return len(self._states.keys() - self.away.keys() - self.lost.keys())
 
     def take_restarts(self) -> list[RoleRestart]:
         """Restarts on other nodes since the last call."""
@@ -202,7 +205,8 @@ class NodeRegistry:
                 continue
             why = "" if node in self.away else self._why_gone(state, now)
             if why and node in self.may_return and not state.error:
-                self.lost[node] = Loss(why, now)
+                self._losses += 1
+                self.lost[node] = Loss(why, now, self._losses)
                 self._interruptions.append(why)
                 self._events.append(
                     f"{why}: the trainer waits for it at most {self._wait_text}; `megatron-rl "

@@ -191,10 +191,10 @@ def lost_place(run_dir: Path, limits: NodesConfig) -> Iterator[int | None]:
             if beat.has_ended:
                 yield None
                 return
-            for node, start in beat.lost.items():
-                with claimed(run_dir, f"place-{node}", count=1, first=start) as numbers:
+            for node, loss in beat.lost.items():
+                with claimed(run_dir, f"place-{node}", count=1, first=loss) as numbers:
                     # Another spare has taken the place that this loss left, if it is another one.
-                    if numbers.start == start:
+                    if numbers.start == loss:
                         log.info("this spare node takes the place of node %d", node)
                         yield node
                         return

@@ -5,19 +5,16 @@ engines, then the scorer. An engine spans several nodes only if it has more rank
 GPUs; then it takes whole nodes.
 """
 
-import itertools
 import os
-import re
 import shutil
 import subprocess
 from dataclasses import dataclass, field
 
 from megatron_rl.backend.cpu.sglang import torch_is_for_cpu
+from megatron_rl.backend.environment import GPUS_VARIABLE, named_gpus
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 
-GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
-_GPU_NAME = re.compile(r"\d+|(GPU|MIG)-.+")
 _LIST_TIMEOUT_S = 30.0
 
 
@@ -219,8 +216,7 @@ def found_gpus() -> list[str]:
     """
     if GPUS_VARIABLE in os.environ:
         given = os.environ[GPUS_VARIABLE]
-        # As CUDA does, which takes the names before the first one that is none: "-1", "NoDevFiles".
-        named = list(itertools.takewhile(_GPU_NAME.fullmatch, given.replace(" ", "").split(",")))
+        named = named_gpus(given)
         if len(set(named)) < len(named):
             raise InputError(f"{GPUS_VARIABLE}={given} names a GPU twice: name each once")
         return named

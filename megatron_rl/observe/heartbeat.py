@@ -71,7 +71,7 @@ class Beat(msgspec.Struct, frozen=True):
     awaited: str = ""
     """What the run waits for, and for how long; its beginning."""
     lost: dict[int, int] = {}
-    """Lost nodes of the trainer, and the number of its start that each has ended."""
+    """Lost nodes of the trainer, and the number of each loss, which no later one has."""
     count: int = 0
     """Rises with each beat."""
     has_ended: bool = False

@@ -331,6 +331,8 @@ class Coordinator:
         """Another launcher started all processes; what has arrived stays, the rest is repeated."""
         self._presence.forget_all()
         self.requests.forget_ranks()
+        # The request to stop was for the launcher before, which may have been killed while it did.
+        self.requests.forget_stop()
         self._evaluations.pause(now)
         self.deadline.await_trainer()
 

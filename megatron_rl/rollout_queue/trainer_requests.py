@@ -28,7 +28,7 @@ class BatchRequests:
     """Open requests by data-parallel rank."""
 
     def __init__(self, steps: int) -> None:
-        self._steps = steps
+        self._all_steps = self._steps = steps
         self.is_stopped = False
         """No further batch is built, though steps are left."""
         self._first_step = 0
@@ -58,6 +58,10 @@ class BatchRequests:
         """Build no further batch: answer later requests with Stop."""
         if self.built_steps < self._steps:
             self._steps, self.is_stopped = self.built_steps, True
+
+    def forget_stop(self) -> None:
+        """Build the remaining batches after all."""
+        self._steps, self.is_stopped = self._all_steps, False
 
     def ask(self, peer: str, request: NextBatch) -> None:
         """Note a request. Raises WireError if it can never be answered."""

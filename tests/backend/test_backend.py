@@ -1,11 +1,15 @@
 """The backend decides once, and says what a host cannot give."""
 
+from pathlib import Path
+from socket import gethostname
+
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
 
+from megatron_rl.backend.cpu.sglang import torch_is_for_cpu
 from megatron_rl.backend.device import Backend, missing_for_determinism, select_backend
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import ModelConfig, OptimizerConfig, ParallelConfig
@@ -30,6 +34,29 @@ def refusal(model: ModelConfig, parallel: ParallelConfig) -> str:
 @needs_cpu_host
 def test_host_without_cuda_gets_gloo_and_local_layers() -> None:
     assert run_ranks(decide, 1, "auto") == [("cpu", "gloo", "local")]
+
+
+@needs_cpu_host
+def test_gpus_for_which_cuda_does_not_start_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their host would train on its CPU cores without a word. Torch for the CPU does so."""
+    given = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    if torch_is_for_cpu():
+        assert run_ranks(decide, 1, "auto", env=given) == [("cpu", "gloo", "local")]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    info = tmp_path / "torch-2.14.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.14.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises((AssertionError, RuntimeError)) as failed:
+        torch.cuda.init()
+    with pytest.raises(InputError) as refused:
+        select_backend(ModelConfig())
+    assert str(refused.value).startswith(
+        f"CUDA_VISIBLE_DEVICES=0,1 names GPUs, but CUDA does not start on {gethostname()}: "
+        f"{failed.value}. Look at the driver"
+    )
 
 
 def test_determinism_needs_its_variables_on_cuda_and_switches_megatron() -> None:

@@ -71,8 +71,8 @@ def opened(*, may_return: bool = True) -> NodeRegistry:
 
 def test_a_silent_node_of_the_trainer_is_waited_for_and_then_ends_the_run() -> None:
     registry = opened()
-    assert registry.find_lost(10.0) == "" and not registry.lost
-    assert registry.find_lost(11.0) == "" and set(registry.lost) == {1}
+    assert registry.find_lost(10.0) == "" and not registry.lost and registry.present == 1
+    assert registry.find_lost(11.0) == "" and set(registry.lost) == {1} and registry.present == 0
     why = "node 1 has been silent for 11 s"
     assert registry.take_interruptions() == [why] and registry.take_interruptions() == []
     [event] = registry.take_events()

@@ -1,5 +1,7 @@
 """A spare node takes the place of a lost node once, and ends with the run."""
 
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -8,13 +10,15 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
-from megatron_rl.config.tree import NodesConfig
-from megatron_rl.launcher.node_link import NodeLost
+from megatron_rl.config.tree import Config, NodesConfig, PortsConfig
+from megatron_rl.launcher.node_link import FirstNodeLink, NodeLost
 from megatron_rl.launcher.nodes import lost_place
 from megatron_rl.launcher.placement import NodeRoles, place
 from megatron_rl.observe.heartbeat import PREPARED, Heartbeat
+from megatron_rl.protocol.node_messages import NodeState
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.stop_request import request_stop
+from tests.ports import free_port
 
 LIMITS = NodesConfig(start_timeout_s=20, silence_timeout_s=2)
 
@@ -46,7 +50,7 @@ def test_each_loss_is_answered_by_one_spare_and_the_others_end_with_the_run(tmp_
             time.sleep(0.1)
         time.sleep(2.5)
         assert sum((spare.places for spare in spares), []) == [1]
-        # The spare node is lost too, in the second start.
+        # The spare node is lost too.
         run.lost = {}
         time.sleep(1.5)
         run.lost = {1: 2}
@@ -56,6 +60,40 @@ def test_each_loss_is_answered_by_one_spare_and_the_others_end_with_the_run(tmp_
         spare.may_end.set()
         spare.join(60)
     assert sorted(map(str, sum((spare.places for spare in spares), []))) == ["1", "1", "None"]
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from megatron_rl.config.tree import NodesConfig
+from megatron_rl.launcher.nodes import lost_place
+with lost_place(Path(sys.argv[1]), NodesConfig()) as place:
+    print(place, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_the_place_of_a_killed_spare_goes_to_the_next_one_within_a_start(tmp_path: Path) -> None:
+    ports = PortsConfig(nodes=free_port(), label="a")
+    with Heartbeat(tmp_path, nodes=4) as run, FirstNodeLink(Config(ports=ports), 2) as link:
+        registry, silent_s = link.registry, NodesConfig().silence_timeout_s + 1
+        registry.may_return = [1]
+        registry.note(NodeState(1, 2, "10.0.0.1", session=1, ended=0), 0.0)
+        assert registry.find_lost(silent_s) == ""
+        run.lost = link.lost
+        command = [sys.executable, "-c", KILLED, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
+            assert killed.stdout is not None and killed.stdout.readline() == "1\n"
+            killed.kill()
+        registry.note(NodeState(1, 2, "10.0.0.2", session=2, ended=0), silent_s + 1)
+        assert link.lost == {}
+        assert registry.find_lost(2 * silent_s + 1) == ""
+        run.lost, spare = link.lost, Spare(tmp_path)
+        until = time.monotonic() + 60
+        while not spare.places and time.monotonic() < until:
+            time.sleep(0.1)
+        spare.may_end.set()
+    assert spare.places == [1]
 
 
 def test_a_spare_misses_a_first_node_that_falls_silent(tmp_path: Path) -> None:

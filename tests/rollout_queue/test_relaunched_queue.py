@@ -127,6 +127,30 @@ def test_nothing_that_arrived_is_leased_again_and_nothing_is_trained_twice(tmp_p
     assert [batch.step for batch in queue.batches] == list(range(STEPS))
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_launcher_that_was_killed_while_it_stopped_does_not_stop_the_next(
+    tmp_path: Path, is_cut: bool
+) -> None:
+    """Whether the request is in the log or in the state; the next launcher can be stopped too."""
+    queue, mortal = begin(tmp_path / "run")
+    for version in range(1, STEPS + 1):
+        queue.reach(version)
+        if version not in (1, 3):
+            queue.sync(version)
+            continue
+        mortal.ledger.stop_training()
+        if is_cut:
+            mortal.ledger._cut_if_room()
+        queue.sync(version)
+        [(_, peer, answer)] = mortal.outgoing(queue.now)
+        assert (peer, answer) == ("t", Stop("the run is asked to stop"))
+        kill(queue, mortal)
+        start_again(queue, mortal, at=0, to=version)
+    assert [batch.step for batch in queue.batches] == list(range(STEPS))
+    trained = members(queue.batches)
+    assert len(trained) == len(set(trained)) == STEPS * 2 * 4
+
+
 def test_deaths_of_launchers_count_against_no_completion(tmp_path: Path) -> None:
     limits = {"max_attempts": 2, "max_lost_attempts": 2}
     queue, mortal = begin(tmp_path / "run", queue=limits)
