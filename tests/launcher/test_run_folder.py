@@ -137,23 +137,17 @@ def test_last_words_say_where_the_same_command_resumes(run_dir: Path, tmp_path: 
     assert last_words(config(new)) == ""
 
 
-def test_last_words_of_a_run_that_began_at_another_ones_checkpoint(
-    run_dir: Path, tmp_path: Path
-) -> None:
-    """With that checkpoint the run's own folder is refused."""
+def test_last_words_of_a_run_that_began_at_another_ones(run_dir: Path, tmp_path: Path) -> None:
     new, other = tmp_path / "new", run_dir / CHECKPOINTS / "step_000006"
-    new.mkdir()
-    (new / CONFIG).write_text("")
-    begun = config(new, f"checkpoint.resume={other}")
-    assert last_words(begun).endswith(f" Another folder (run.dir) begins at {other} again.")
     own = make_checkpoint(new, 8)
-    said = last_words(begun)
-    assert said.startswith(
-        "The same command without checkpoint.resume resumes the run after step 8"
-    )
-    assert said.endswith(f"from {own}.")
-    gone = config(new, f"checkpoint.resume={new / CHECKPOINTS / 'step_000007'}")
-    assert "step_000007: that is no complete checkpoint" in last_words(gone)
+    (new / CONFIG).write_text("")
+    # With the other's checkpoint the run's own folder is refused.
+    begun = config(new, f"checkpoint.resume={other}")
+    assert last_words(begun).startswith("The same command without checkpoint.resume resumes the")
+    shutil.rmtree(own)
+    assert last_words(begun).endswith(f" Another folder (run.dir) begins at {other} again.")
+    gone = config(new, f"checkpoint.resume={own}")
+    assert f"{own.name}: that is no complete checkpoint" in last_words(gone)
 
 
 def test_new_folder_may_begin_at_a_checkpoint_of_another(run_dir: Path, tmp_path: Path) -> None:
