@@ -94,20 +94,28 @@ except InputError as error:
     sys.exit(2)' "$last"
 }
 
-# The first signal stops the run after a checkpoint. srun would pass it to every process of the job.
+# The first signal stops the run after a checkpoint, a second one at once. srun would pass the first
+# one to every process of the job, so a file takes its place.
 stop() {
     REQUEUE=$([ "$1" != USR1 ] || echo yes)
-    if [ -e "$RUN_DIR/stop" ] || ! touch "$RUN_DIR/stop" 2>/dev/null; then
+    if [ -z "$IS_STOPPING" ] && touch "$RUN_DIR/stop" 2>/dev/null; then
+        IS_STOPPING=by-file
+    else
         kill -TERM "$!" 2>/dev/null || true
+        # The launcher of one node has had no signal so far, and only notes its first.
+        if [ "$NODES" -eq 1 ] && [ "$IS_STOPPING" = by-file ]; then
+            sleep 1
+            kill -TERM "$!" 2>/dev/null || true
+        fi
+        IS_STOPPING=by-signal
     fi
-    IS_STOPPING=yes
 }
 
 # To be called just before the run starts: a signal before that ends the script.
 catch_signals() {
+    # The request of an earlier start stays for `run` and `prepare`, which see it and remove it: the
+    # folder may be that of another job.
     REQUEUE= IS_STOPPING=
-    # One that an earlier start left.
-    rm -f "$RUN_DIR/stop"
     for signal in TERM INT HUP USR1; do
         # shellcheck disable=SC2064
         trap "stop $signal" "$signal"
@@ -143,9 +151,8 @@ else
         done' task "${ROLE[@]}" node "$RUN_DIR" "${GPUS_PER_NODE[@]}" &
 fi
 while true; do
-    status=0
-    wait "$!" || status=$?
     # A signal ends `wait`, but not the process.
+    wait "$!" || true
     kill -0 "$!" 2>/dev/null || break
     # A launcher that starts removes an earlier request, so this one is repeated.
     while [ -n "$IS_STOPPING" ] && kill -0 "$!" 2>/dev/null; do
@@ -153,6 +160,9 @@ while true; do
         sleep 1
     done
 done
+# Of the process, which may have ended while a signal was handled.
+status=0
+wait "$!" || status=$?
 # 143: the run was stopped, and neither ended nor failed.
 if [ -n "$REQUEUE" ] && [ "$status" -eq 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$status"

@@ -1,5 +1,8 @@
 """What the first signal to a launcher does; a second one ends the launcher at once.
 
+`RUN/stop` does not count as the first one: another node may have made it before the signal that all
+nodes get arrives here.
+
 Used by `node.py` for vital nodes (`OrderlyStop`), and by `other_node.py` for nodes that only serve
 (`LeaveOnSignal`), in the launcher's one thread. See `protocol/stop_request.py`.
 """

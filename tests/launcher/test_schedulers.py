@@ -4,6 +4,7 @@ programs that are not here; the manifests for Kubernetes and SkyPilot, whose she
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -28,7 +29,8 @@ LAUNCHER = """#!/usr/bin/env bash
 [[ " $* " != *" prepare "* ]] || mkdir -p "$FOLDER"
 [[ " $* " =~ " node "|" run --config" ]] || exit 0
 mkdir -p "$FOLDER"
-[ -z "$STARTS_LATE" ] || { until [ -e "$FOLDER/stop" ]; do sleep 0.05; done; rm "$FOLDER/stop"; }
+[ -z "$RUNS" ] || exec $RUNS
+[ -z "$STARTS_LATE" ] || { until [ -e "$FOLDER/go" ]; do sleep 0.05; done; rm "$FOLDER/stop"; }
 echo "started ${*:3}" >>"$CALLS"
 until [ -e "$FOLDER/stop" ]; do sleep 0.05; done
 exit "$ENDS"
@@ -47,7 +49,7 @@ def start(folder: Path, nodes: int, **more: str) -> subprocess.Popen[str]:
         "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": f"{folder}/python",
         "CALLS": f"{folder}/calls", "FOLDER": f"{folder}/run", "SLURM_JOB_NUM_NODES": str(nodes),
         "SLURM_JOB_ID": "71", "HEAD_ADDRESS": "10.0.0.1", "ENDS": "143",
-        "STARTS_LATE": "",
+        "STARTS_LATE": "", "RUNS": "",
     }  # fmt: skip
     return subprocess.Popen(
         ["bash", str(EXAMPLES / "launch.sh"), "a.toml", "--run-dir", "run"],
@@ -110,9 +112,58 @@ def test_a_signal_is_not_lost_while_the_launcher_starts(tmp_path: Path) -> None:
     time.sleep(0.2)
     assert not calls(tmp_path)
     job.send_signal(signal.SIGUSR1)
+    time.sleep(0.2)
+    (tmp_path / "run" / "go").touch()
     text, _ = job.communicate(timeout=60)
     assert job.returncode == 143, text
     assert [line.split()[0] for line in calls(tmp_path)] == ["started", "scontrol"]
+
+
+def test_a_request_to_stop_stays_for_the_launcher_that_owns_the_folder(tmp_path: Path) -> None:
+    """`run` refuses a folder in which another job's run is being stopped."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "stop").touch()
+    job = start(tmp_path, 1, ENDS="2")
+    text, _ = job.communicate(timeout=60)
+    assert job.returncode == 2, text
+    assert (tmp_path / "run" / "stop").exists()
+
+
+# The launcher's own handling of requests and signals, in a training that lasts.
+TRAINS = """
+import os, time
+from pathlib import Path
+from megatron_rl.launcher.orderly_stop import OrderlyStop
+folder, told = Path(os.environ["FOLDER"]), open(os.environ["CALLS"], "a")
+with OrderlyStop(folder, 90.0, 10) as stop:
+    print("started", file=told, flush=True)
+    while True:
+        if stop.check(has_trained=True):
+            print("stopping", file=told, flush=True)
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_second_signal_ends_a_run_on_one_node_at_once(
+    tmp_path: Path, second: signal.Signals
+) -> None:
+    (tmp_path / "trains.py").write_text(TRAINS)
+    trains = f"{sys.executable} {tmp_path}/trains.py"
+    job = start(tmp_path, 1, RUNS=trains, PYTHONPATH=str(EXAMPLES.parent))
+    wait_for_roles(job, tmp_path, 1)
+    job.send_signal(signal.SIGUSR1)
+    until = time.monotonic() + 60
+    while "stopping" not in calls(tmp_path):
+        assert job.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+    # The script repeats its request, which is none to end at once.
+    time.sleep(2.5)
+    assert job.poll() is None
+    job.send_signal(second)
+    text, _ = job.communicate(timeout=45)
+    assert job.returncode == 143, text
+    assert ("scontrol requeue 71" in calls(tmp_path)) == (second == signal.SIGUSR1)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
