@@ -3,7 +3,7 @@
 #
 # Without arguments: installs if needed, lints, and runs every test that needs no GPU and is not
 # `exhaustive` (hostile programs as every user, all of HumanEval, every layout and fault of a
-# weight sync), file by file on as many cores as there are, up to four. `--share 0.03` alone adds 3 %
+# weight sync), file by file on as many cores as there are, up to four. `--share 0.02` alone adds 2 %
 # of the exhaustive ones (of the slow ones by their seconds) to the same run. Other arguments go to
 # pytest (and skip the lint), e.g. `bash tools/test.sh tests/tools -k convert`, `-m gpu` or
 # `-m exhaustive`.

@@ -175,7 +175,7 @@ def test_bad_options_end_with_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], "has no prompts"),
+        ([], "has no rows"),
         ([{"question": "q?", "answer": "7", "id": "a"}] * 2, "in.jsonl:2: id 'a' is that of"),
         ([{"question": "q?"}], "in.jsonl:1"),
         (
