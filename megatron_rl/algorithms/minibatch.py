@@ -37,7 +37,7 @@ class AdvantageFunctions:
     aggregation: AggregationFunction
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A closure has no pickle, and the ledger loads functions of our own modules alone.
+        # A closure cannot be pickled, and the ledger loads only functions of our own modules.
         return find_advantage_functions, (self.cfg,)
 
     @property

@@ -66,5 +66,5 @@ def _other_checkpoint(config: Config) -> Path | None:
 
 
 def is_evaluation(config: Config) -> bool:
-    """Whether it is that of `megatron-rl eval`, which trains nothing and resumes no checkpoint."""
+    """Whether the run is one of `megatron-rl eval`: it trains nothing and resumes no checkpoint."""
     return config.train.steps == 0 and config.checkpoint.resume == "never"

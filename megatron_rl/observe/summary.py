@@ -264,7 +264,7 @@ def _outside_intervals(rows: list[Row]) -> list[Interval]:
     evaluations = [
         (row["time"] - row["eval/seconds"], row["time"]) for row in rows if "eval/seconds" in row
     ]
-    # Where other engines evaluate (eval.replicas), training goes on meanwhile.
+    # Where other engines evaluate (eval.replicas), the trainer does not wait.
     found = find_stops(rows) + [one for one in evaluations if overlap_s(one, updates) < _ROUNDING_S]
     merged: list[Interval] = []
     for start, end in sorted(found):

@@ -42,7 +42,7 @@ REFUSALS = _NO_THOUGHTS | _NO_BOX | _NO_CODE | {UNFINISHED, "empty_response"}
 """Score reasons that mean a failed format check, so a reward of 0."""
 
 _JUDGE_REFUSED, _GRADED = "judge_refused", "graded"
-"""Score reasons of `verification.environments.judging:rubric` beside "correct"."""
+"""Score reasons of `verification.environments.judging:rubric`, which also has "correct"."""
 
 _FORMS = {
     "think_box": "{open}...{close}, then an answer in \\boxed{}",

@@ -142,9 +142,13 @@ def test_each_source_of_one_data_set_keeps_its_own_commit(
     assert pin("ab", "b", moved) == ["0", "1", "1"]
 
 
+def write_sums(path: Path, count: int) -> None:
+    lines = [json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) for n in range(count)]
+    path.write_text("\n".join(lines))
+
+
 def test_epochs_become_steps_of_the_prompts_that_are_drawn(tmp_path: Path) -> None:
-    lines = [json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) for n in range(25)]
-    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    write_sums(tmp_path / "mine.jsonl", 25)
     (tmp_path / "mine.toml").write_text(
         "[train]\nepochs = 3\nprompts_per_batch = 4\n"
         '[[prompts]]\npath = "mine.jsonl"\nheld_out_share = 0\n'
@@ -179,8 +183,7 @@ def test_epochs_count_no_prompt_of_a_source_that_is_held_out_whole(tmp_path: Pat
 
 
 def test_epochs_count_the_spare_prompts_that_no_evaluation_holds_out(tmp_path: Path) -> None:
-    lines = [json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) for n in range(200)]
-    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    write_sums(tmp_path / "mine.jsonl", 200)
     (tmp_path / "mine.toml").write_text(
         "[train]\nepochs = 1\nprompts_per_batch = 1\n"
         '[[prompts]]\npath = "mine.jsonl"\nheld_out_share = 0.5\n'

@@ -99,7 +99,7 @@ def _default_subset(root: Path, parts: Parts, split: str) -> str:
     """The subset to read without a choice. Raises InputError if there is none."""
     subsets = sorted({known for known, _ in parts})
     default = next((name for name in ("", "default") if name in subsets), None)
-    # README.md names "default". Else files for evaluation beside folders with rows are no default.
+    # README.md names "default". Without it, files of an evaluation split are not read by default.
     with_split = {known for known, of in parts if of == (split or "train")}
     if default == "default" or (default == "" and (default in with_split or not with_split)):
         return default

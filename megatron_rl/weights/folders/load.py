@@ -79,7 +79,7 @@ def load_megatron(model: Sequence[torch.nn.Module], shape: ModelShape, folder: P
 
 @torch.no_grad()
 def check_untrained(model: Sequence[torch.nn.Module], shape: ModelShape, path: Path) -> None:
-    """Raise InputError unless tensors that training never changes are those of `path`.
+    """Raise InputError if a tensor that training never changes differs from that of `path`.
 
     path: model.path, from which engines take them: no weight sync sends them.
     """
