@@ -32,14 +32,9 @@ from megatron_rl.protocol.types import (
     TrainSequence,
 )
 from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
-from megatron_rl.rollout_queue.groups import (
-    NO_VERSION,
-    DroppedGroups,
-    Group,
-    RolloutTally,
-    has_gold,
-)
+from megatron_rl.rollout_queue.groups import NO_VERSION, DroppedGroups, Group, has_gold
 from megatron_rl.rollout_queue.replay import NOTHING, Drawn
+from megatron_rl.rollout_queue.tally import RolloutTally
 
 _WHOLE = -1
 """In place of a reply's number: a completion is compared as a whole."""

@@ -8,99 +8,18 @@ import dataclasses
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
-from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.queue_state import UnfinishedGroup
 from megatron_rl.protocol.rollout import TurnReturn, given_ranges
 from megatron_rl.protocol.rollout_files import RolloutRecord
 from megatron_rl.protocol.types import Prompt, Rollout, Sampling, ScoredRollout
 from megatron_rl.rollout_queue.admission import UntrainedGroup
-
-_OF_TASKS = ("rollout/reward", "rollout/correct", "reason/", "environment/")
-"""Metrics that are told of each task, where there are several."""
-
-
-class RolloutTally:
-    """Counts and sums over scored rollouts, kept after the rollouts are released."""
-
-    def __init__(self, rollouts: Iterable[ScoredRollout] = (), task: str = "") -> None:
-        self.count = self._conversations = 0
-        self._tasks: dict[str, RolloutTally] = {}
-        """Of each task by its name."""
-        self._sums: collections.Counter[str] = collections.Counter()
-        self._parts: dict[str, float] = {}
-        self._reasons: collections.Counter[str] = collections.Counter()
-        self.add(rollouts, task)
-
-    def add(self, rollouts: Iterable[ScoredRollout], task: str = "") -> None:
-        """task: of all these rollouts; "": of several, or not to be told apart."""
-        rollouts = list(rollouts)
-        if task:
-            self._tasks.setdefault(task, RolloutTally()).add(rollouts)
-        for scored in rollouts:
-            rollout, score = scored.rollout, scored.score
-            self.count += 1
-            self._reasons[score.reason] += 1
-            for part, value in score.parts.items():
-                self._parts[part] = self._parts.get(part, 0.0) + value
-            self._sums["reward"] += score.reward
-            self._sums["correct"] += score.is_correct
-            self._sums["format"] += score.is_well_formed
-            self._sums["length_tokens"] += rollout.sampled_tokens
-            self._sums["truncated"] += rollout.finish_reason == "length"
-            if score.is_outcome or rollout.to_grade is not None:
-                self._conversations += 1
-                self._sums["turns"] += rollout.turns
-                self._sums["given_tokens"] += len(rollout.token_ids) - rollout.sampled_tokens
-                self._sums["wait_s"] += rollout.environment_s
-                for turn in rollout.conversation:
-                    if turn.follows >= 0:
-                        self._sums["known"] += turn.before
-                        self._sums["cached"] += turn.cached
-
-    def fold(self, other: "RolloutTally") -> None:
-        self.count += other.count
-        self._conversations += other._conversations
-        self._sums.update(other._sums)
-        self._reasons.update(other._reasons)
-        for task, tally in other._tasks.items():
-            self._tasks.setdefault(task, RolloutTally()).fold(tally)
-        for part, value in other._parts.items():
-            self._parts[part] = self._parts.get(part, 0.0) + value
-
-    def metrics(self) -> list[Metric]:
-        """Means over all rollouts (a missing part of the reward counts as 0), and reasons.
-
-        With several tasks, the metrics of `_OF_TASKS` follow for each task.
-        """
-        means = {f"reward/{part}": self._parts[part] for part in sorted(self._parts)}
-        names = ("reward", "correct", "format", "length_tokens", "truncated")
-        means |= {f"rollout/{name}": self._sums[name] for name in names}
-        named = ("turns", "given_tokens", "wait_s") if self._conversations else ()
-        own = {f"environment/{name}": self._sums[name] for name in named}
-        known, cached = self._sums["known"], self._sums["cached"]
-        return [
-            *(Metric(name, float(total), "mean", self.count) for name, total in means.items()),
-            *(Metric(n, float(total), "mean", self._conversations) for n, total in own.items()),
-            *(
-                Metric(f"reason/{reason}", count, "sum", count)
-                for reason, count in self._reasons.items()
-            ),
-            *([Metric("environment/cached_share", cached, "mean", known)] if known else []),
-            *(
-                one._replace(name=f"task/{task}/{one.name}")
-                for task, tally in self._tasks.items()
-                if len(self._tasks) > 1
-                for one in tally.metrics()
-                if one.name.startswith(_OF_TASKS)
-            ),
-        ]
-
+from megatron_rl.rollout_queue.tally import RolloutTally
 
 NO_VERSION = -1
 """Version of tokens that no policy of the run sampled."""
@@ -262,8 +181,8 @@ def _seed_of(name: str) -> int:
 class DroppedGroups:
     """Counts of the groups and completions dropped since the last batch, without rollouts."""
 
-    tallies: dict[int, RolloutTally] = dataclasses.field(default_factory=dict)
-    """Tally of the scored rollouts of each group, by number."""
+    tally: RolloutTally = dataclasses.field(default_factory=RolloutTally)
+    """Of the scored rollouts."""
     reasons: Counter[str] = dataclasses.field(default_factory=Counter)
     """Groups by reason."""
     completions: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -271,16 +190,8 @@ class DroppedGroups:
     unfinished: list[UnfinishedGroup] = dataclasses.field(default_factory=list)
     """The groups, for a checkpoint: no metrics have counted them yet."""
 
-    @property
-    def tally(self) -> RolloutTally:
-        """Tally of all scored rollouts, in the order of opening: sums round alike in every run."""
-        total = RolloutTally()
-        for _, tally in sorted(self.tallies.items()):
-            total.fold(tally)
-        return total
-
     def add(self, group: Group, reason: str) -> None:
-        self.tallies[group.number] = RolloutTally(group.ordered, group.prompt.task)
+        self.tally.add(group.ordered, group.prompt.task)
         self.reasons[reason] += 1
         self.unfinished.append(unfinished_of(group))
 

@@ -1,4 +1,6 @@
 import dataclasses
+import math
+import pickle
 import random
 
 import numpy as np
@@ -10,7 +12,8 @@ from megatron_rl.protocol.metrics import MetricSet
 from megatron_rl.protocol.rollout import ConversationTurn
 from megatron_rl.protocol.types import Score, ScoredRollout
 from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
-from megatron_rl.rollout_queue.groups import DroppedGroups, Group, GroupBook, RolloutTally
+from megatron_rl.rollout_queue.groups import DroppedGroups, Group, GroupBook
+from megatron_rl.rollout_queue.tally import RolloutTally
 from tests.rollout_queue.makers import form_batch, make_group, make_rollout
 
 
@@ -162,6 +165,23 @@ def test_part_of_the_reward_that_few_rollouts_have_is_a_mean_over_all_of_them() 
     values = metrics.values()
     assert values["reward/style"] == pytest.approx(0.5 / 3)
     assert values["reward/format"] == pytest.approx(0.2 / 3)
+
+
+def test_sums_are_exact_in_any_order_and_do_not_grow_with_the_groups() -> None:
+    chance = random.Random(0)
+    rewards = [chance.uniform(-1, 1) * 10.0 ** chance.randint(-30, 30) for _ in range(3000)]
+    groups = [make_group(n, rewards[n : n + 3]) for n in range(0, 3000, 3)]
+    sizes = set()
+    for _ in range(3):
+        chance.shuffle(groups)
+        dropped = DroppedGroups()
+        for number, group in enumerate(groups):
+            dropped.add(group, ZERO_VARIANCE)
+            if number in (9, 999):
+                sizes.add(len(pickle.dumps(dropped.tally)))
+        [reward] = [one for one in dropped.tally.metrics() if one.name == "rollout/reward"]
+        assert reward.value == math.fsum(rewards) and reward.count == 3000
+    assert max(sizes) < min(sizes) + 20
 
 
 def test_tasks_are_told_apart_and_later_replies_by_the_cache() -> None:
