@@ -181,33 +181,33 @@ class TestRun:
         """Call a function that pytest calls by its name, with the module or test if it asks."""
         hook = self._namespace.get(name)
         if type(hook) is types.FunctionType:
-            hook(*[subject][: len(argument_names(hook))])
+            _call_with(hook, subject)
 
     def _run_class(self, kind: type, fixtures: dict[str, Any]) -> None:
         unittest = sys.modules.get("unittest")
         if unittest is not None and issubclass(kind, unittest.TestCase):
             self._run_test_case(unittest, kind)
         elif kind.__name__.startswith("Test") and kind.__init__ is object.__init__:
-            for name in dir(kind):
-                method = getattr(kind, name)
-                if name.startswith("test") and callable(method) and not is_skipped(method):
-                    self._run_method(kind, name, fixtures)
+            tests = {name: getattr(kind, name) for name in dir(kind) if name.startswith("test")}
+            names = [name for name, one in tests.items() if callable(one) and not is_skipped(one)]
+            if names:
+                _call_class_hook(kind, "setup_class")
+            for name in names:
+                self._run_method(kind, name, fixtures)
+            if names:
+                _call_class_hook(kind, "teardown_class")
 
     def _run_method(self, kind: type, name: str, fixtures: dict[str, Any]) -> None:
         own = find_fixtures((one, getattr(kind, one)) for one in dir(kind))
         for given, parameters in runs_of(getattr(kind(), name), fixtures | own):
             instance = kind()
             bound = {one: getattr(instance, one) for one in own}
-            for before in ("setup_class", "setup_method", "setup"):
-                self._call_if_there(instance, before)
+            method = getattr(instance, name)
+            for before in ("setup_method", "setup"):
+                _call_with(getattr(instance, before, None), method)
             scene = Scene(self._candidate, fixtures | bound, parameters, self._shared)
-            self._count(functools.partial(scene.run, getattr(instance, name), given))
-            self._call_if_there(instance, "teardown_method")
-
-    def _call_if_there(self, instance: Any, name: str) -> None:
-        method = getattr(instance, name, None)
-        if method is not None:
-            Scene(self._candidate, {}, {}, self._shared).run(method, {})
+            self._count(functools.partial(scene.run, method, given))
+            _call_with(getattr(instance, "teardown_method", None), method)
 
     def _run_test_case(self, unittest: Any, kind: type) -> None:
         result = unittest.TestResult()
@@ -220,6 +220,19 @@ class TestRun:
         if result.errors:
             raise EarlyEnd(str(result.errors[0][1])[-400:])
         self.tests_run += result.testsRun - len(result.skipped)
+
+
+def _call_with(hook: Any, subject: Any) -> None:
+    """Call a hook, if there is one, with its subject if it asks."""
+    if hook is not None:
+        hook(*[subject][: len(argument_names(hook))])
+
+
+def _call_class_hook(kind: type, name: str) -> None:
+    """Call `setup_class` or its like, which may lack the decorator, with the class."""
+    hook = getattr(kind, name, None)
+    if hook is not None:
+        types.MethodType(getattr(hook, "__func__", hook), kind)()
 
 
 class Shared(NamedTuple):
