@@ -6,16 +6,13 @@ GPUs; then it takes whole nodes.
 """
 
 import os
-import shutil
-import subprocess
 from dataclasses import dataclass, field
 
 from megatron_rl.backend.cpu.sglang import torch_is_for_cpu
 from megatron_rl.backend.environment import GPUS_VARIABLE, named_gpus
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
-
-_LIST_TIMEOUT_S = 30.0
+from megatron_rl.plan.card import query_gpus
 
 
 @dataclass(frozen=True)
@@ -212,7 +209,8 @@ def listed_gpus() -> list[str]:
 def found_gpus() -> list[str]:
     """Names of the GPUs that this node shows, whatever torch was built for.
 
-    Raises InputError for a GPU that is named twice, for which CUDA offers none.
+    Raises InputError for a GPU that is named twice, for which CUDA offers none, and if nvidia-smi
+    does not answer.
     """
     if GPUS_VARIABLE in os.environ:
         given = os.environ[GPUS_VARIABLE]
@@ -220,13 +218,7 @@ def found_gpus() -> list[str]:
         if len(set(named)) < len(named):
             raise InputError(f"{GPUS_VARIABLE}={given} names a GPU twice: name each once")
         return named
-    if shutil.which("nvidia-smi") is None:
-        return []
-    done = subprocess.run(
-        ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
-        capture_output=True, text=True, timeout=_LIST_TIMEOUT_S,
-    )  # fmt: skip
-    return done.stdout.split() if done.returncode == 0 else []
+    return query_gpus("index").split()
 
 
 @dataclass(frozen=True)

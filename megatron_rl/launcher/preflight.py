@@ -17,7 +17,15 @@ from generation.engine import ENGINES, load_engine
 from generation.sglang_arguments import check_extras
 from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.algorithms.objective import find_objective
-from megatron_rl.backend.environment import ALLOCATOR, DeviceKind, device_of_host, uses_gpus
+from megatron_rl.backend.cpu.sglang import torch_is_for_cpu
+from megatron_rl.backend.environment import (
+    ALLOCATOR,
+    GPUS_VARIABLE,
+    DeviceKind,
+    device_of_host,
+    uses_gpus,
+)
+from megatron_rl.backend.gpu_host import check_driver
 from megatron_rl.cli.command_line.printing import printable
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.generator import refuse_overlap
@@ -197,7 +205,10 @@ def notes_of_host(config: Config) -> list[str]:
     """
     if listed_gpus():
         return []
-    return check_cpu_host(
+    driver = check_driver(os.environ)
+    is_asked = GPUS_VARIABLE not in os.environ and not torch_is_for_cpu()
+    fault = f"warning: the run uses this host's CPU cores: {driver.found}"
+    return [fault] * (is_asked and not driver.is_good) + check_cpu_host(
         count_parameters(config.model.path),
         item_bytes=2 if config.model.dtype == "bfloat16" else 4,
         engines=config.generator.replicas,

@@ -5,6 +5,7 @@ Used by `megatron-rl plan`.
 
 import re
 import shutil
+import socket
 import subprocess
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from megatron_rl.config.gpus import DEFAULT, GIB, GPUS, MIB, named_capability
 _ASSUMED = "l40s-48g"
 """Assumed for unknown GPUs: most of them have no NVLink."""
 _SAME_MEMORY = 0.02
-_LIST_TIMEOUT_S = 30.0
+_ANSWER_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -70,17 +71,29 @@ def choose_card(name: str | None, memory_gib: float | None, listed: ListedCard |
 
 
 def listed_card() -> ListedCard | None:
-    """This node's first GPU; None: no GPU."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    done = subprocess.run(
-        [
-            "nvidia-smi", "--query-gpu=name,memory.total,compute_cap",
-            "--format=csv,noheader,nounits",
-        ],
-        capture_output=True, text=True, timeout=_LIST_TIMEOUT_S,
-    )  # fmt: skip
-    found = re.match(r"(.*), (\d+), (\d+)\.(\d+)\s", done.stdout)
-    if done.returncode or found is None:
+    """This node's first GPU; None: no GPU. Raises InputError as `query_gpus`."""
+    found = re.match(r"(.*), (\d+), (\d+)\.(\d+)\s", query_gpus("name,memory.total,compute_cap"))
+    if found is None:
         return None
     return ListedCard(found[1], int(found[2]) * MIB, (int(found[3]), int(found[4])))
+
+
+def query_gpus(columns: str) -> str:
+    """What nvidia-smi says of this node's GPUs, a line each; "": there is none, or it fails.
+
+    Raises InputError if it does not answer, as with a driver that hangs.
+    """
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={columns}", "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, timeout=_ANSWER_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise InputError(
+            f"nvidia-smi gave no answer within {_ANSWER_S:.0f} s on {socket.gethostname()}: the "
+            "driver or a GPU hangs. Restart the host, or name the GPUs in CUDA_VISIBLE_DEVICES "
+            "(empty: use the CPU)"
+        ) from error
+    return "" if done.returncode else done.stdout
