@@ -213,10 +213,14 @@ class Chat:
     async def say(self, *, max_tokens: int | None = None) -> Reply:
         """The policy's next turn. Raises PolicyLimit, also where max_tokens is below 1.
 
+        Raises TypeError for a max_tokens that is no whole number.
+
         After a call that was cancelled the chat is of no more use.
         """
         if self._is_saying:
             raise RuntimeError("an earlier say() of this chat has not ended: fork the chat first")
+        if max_tokens is not None and type(max_tokens) is not int:
+            raise TypeError(f"max_tokens={max_tokens!r}: expected a whole number, or None")
         self._is_saying = True
         sent = len(self._unsent)
         is_first = self._turns == 0
@@ -332,7 +336,9 @@ def _checked(message: dict[str, Any]) -> dict[str, Any]:
     if not is_message(message):
         text = repr(message)[:200]
         raise TypeError(f"{text} is no message: expected texts under 'role' and 'content'")
-    return message
+    # A lone surrogate, which a tool may decode from what the policy wrote, is no text on the wire.
+    content = message["content"].encode(errors="backslashreplace").decode()
+    return {**message, "content": content}
 
 
 def pack(message: Mapping[str, Any]) -> bytes:

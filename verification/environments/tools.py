@@ -158,9 +158,10 @@ async def _call(call: Call, tools: dict[str, Tool]) -> str:
         return f"Error: {fault}"
     try:
         result = await finished(tool.function(**call.arguments))
+        # Here, because the policy can cause what is no JSON: an integer of 5,000 digits.
+        return result if isinstance(result, str) else json.dumps(result, default=str)
     except Unavailable:
         raise
     # The policy sees whatever its call raised: code that it wrote may call exit().
     except (Exception, SystemExit) as error:  # noqa: BLE001
         return f"Error: {type(error).__name__}: {error}"
-    return result if isinstance(result, str) else json.dumps(result, default=str)

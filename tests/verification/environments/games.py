@@ -1,6 +1,7 @@
 """Well-behaved environments. Loaded by its path, under other interpreters too: Python 3.9."""
 
 import asyncio
+import json
 import os
 import random
 import sys
@@ -135,6 +136,20 @@ class Shop:
     def leave(self) -> None:
         """Leave the shop."""
         sys.exit("left")
+
+    def power(self, of: int, to: int) -> int:
+        """A power."""
+        return of**to
+
+    def decode(self, text: str) -> str:
+        """What the JSON of a text says."""
+        return json.loads(text)
+
+    def ring(self) -> list:
+        """A list that contains itself."""
+        ring: list = []
+        ring.append(ring)
+        return ring
 
 
 async def _count(prompt, run):  # noqa: ANN001, ANN202

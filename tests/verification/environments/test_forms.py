@@ -153,14 +153,30 @@ def test_a_class_of_tools_takes_columns_and_opens_with_its_observation(
     assert _added(said) == [[("user", opened)]]
 
 
-def test_a_tool_that_exits_is_told_to_the_policy(games: Running) -> None:
-    async def leave(say: Say) -> Reply:
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (Call("leave", {}), "Error: SystemExit: left"),
+        (Call("power", {"of": 9, "to": 3}), "729"),
+        (
+            Call("power", {"of": 9, "to": 5000}),
+            "Error: ValueError: Exceeds the limit",
+        ),
+        (Call("ring", {}), "Error: ValueError: Circular reference detected"),
+        # Half of a surrogate pair.
+        (Call("decode", {"text": r'"a\ud83db"'}), r"a\ud83db"),
+    ],
+)
+def test_whatever_a_tool_does_with_its_call_is_told_to_the_policy(
+    games: Running, call: Call, told: str
+) -> None:
+    async def ask(say: Say) -> Reply:
         if say.messages[-1]["role"] == "tool":
-            assert say.messages[-1]["content"] == "Error: SystemExit: left"
+            assert say.messages[-1]["content"].startswith(told)
             return Reply("done", "done")
-        return Reply("", "", calls=[Call("leave", {})])
+        return Reply("", "", calls=[call])
 
-    assert games.play("games:shop", leave) == Outcome(1.0, "closed", {"calls": 1.0})
+    assert games.play("games:shop", ask) == Outcome(1.0, "closed", {"calls": 1.0})
 
 
 def test_chats_run_at_once_and_a_fork_shares_what_was_said_before(games: Running) -> None:

@@ -109,6 +109,12 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hostile]:
         ("return_it", "Outcome(10**400, 'x')", "bad_outcome", "reward is 1000.* to 1e"),
         ("return_it", "Outcome('1', 'x')", "bad_outcome", "reward is '1'"),
         ("return_it", "policy.chat([{'role': 'user'}])", "exception", "is no message: expected"),
+        (
+            "return_it",
+            "policy.chat().say(max_tokens=2.5).send(None)",
+            "exception",
+            "=2.5: expected",
+        ),
         ("return_it", "Outcome(1, 'x' * 201)", "bad_outcome", "reason is 'xxx"),
         ("return_it", "Outcome(1, '')", "bad_outcome", "reason is ''"),
         ("return_it", "Outcome(1, 'x', {'a': 1e999})", "bad_outcome", "a is inf"),
