@@ -15,6 +15,7 @@ from megatron_rl.config.layers import changed_keys, changed_values, first_of
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.cold_start import is_due
 from megatron_rl.launcher.node_link import NodeLost
+from megatron_rl.launcher.prompt_record import changed_code
 from megatron_rl.launcher.run_folder import CONFIG, earlier_config
 from megatron_rl.observe.deaths import RoleDied
 from megatron_rl.observe.heartbeat import FolderTaken
@@ -61,6 +62,9 @@ def why_not_continued(config: Config, resumed: Path | None) -> str:
         return "the cold start is not over"
     if changed := _changed_keys(config):
         return f"the configuration has changed: {changed}"
+    # The queue may run it: it would answer the same messages differently.
+    if code := changed_code(config):
+        return f"your code has changed: {', '.join(code)}"
     began = read_began(run_dir / FOLDER, segments(run_dir / FOLDER)[-1])
     if began is None:
         return "its newest state is damaged"
@@ -81,7 +85,8 @@ def _changed_keys(config: Config) -> str:
 def changed_lines(config: Config) -> list[str]:
     """A line "key: old -> new" for each key that a resumed run changes, at most _MAX_LINES.
 
-    Call before the configuration in the run folder is replaced.
+    A line for each file of the user's functions that has changed follows. Call before the
+    configuration in the run folder is replaced.
     """
     earlier = earlier_config(config.run.dir)
     if earlier is None:
@@ -95,7 +100,10 @@ def changed_lines(config: Config) -> list[str]:
     if len(lines) > _MAX_LINES:
         more = len(lines) - _MAX_LINES + 1
         lines[_MAX_LINES - 1 :] = [f"changed: {more} more keys; {CONFIG} has the earlier values"]
-    return lines
+    return lines + [
+        f"changed: {path}: figures before and after this start may not compare"
+        for path in changed_code(config)
+    ]
 
 
 def _shown(value: object) -> str:

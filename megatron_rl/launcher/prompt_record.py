@@ -1,6 +1,7 @@
-"""RUN/prompts.json: the prompt files of a run and their digests.
+"""RUN/prompts.json: the prompt files of a run, and the files of the user's functions, with digests.
 
-Used by the launcher. A resumed run continues by prompt numbers, so it refuses a changed file.
+Used by the launcher. A resumed run continues by prompt numbers, so it refuses a changed file of
+prompts. It tells of changed functions.
 """
 
 import hashlib
@@ -19,6 +20,7 @@ from megatron_rl.data.tables.hub import is_commit, pinned
 from megatron_rl.launcher.hub_models import pin_models
 from megatron_rl.launcher.run_folder import earlier_config
 from megatron_rl.launcher.thinking import decide_thinking
+from megatron_rl.launcher.user_code import code_files
 from megatron_rl.protocol.render import stop_strings
 from megatron_rl.protocol.whole_file import write_whole
 
@@ -49,6 +51,8 @@ class PromptRecord(msgspec.Struct, frozen=True):
     hub: list[SourceRecord]
     own: list[str] = []
     """Digests of the files of [[prompts]], in their order. Earlier releases wrote none."""
+    code: list[FileRecord] = []
+    """Files of the user's functions. Earlier releases wrote none."""
 
 
 def pin_revisions(config: Config) -> Config:
@@ -135,7 +139,20 @@ def make_record(config: Config, files: Sequence[Path], own_files: Sequence[Path]
             if read_as(s) == "hub" and is_commit(s.revision)
         ],
         [records[path].xxh3_128 for path in own_files],
+        [_record_of(path) for path in code_files(config)],
     )
+
+
+def changed_code(config: Config) -> list[str]:
+    """Files of the user's functions that have changed since the run's last start.
+
+    Raises InputError for a damaged record.
+    """
+    earlier = _read(config.run.dir / RECORD)
+    if earlier is None:
+        return []
+    now = {file.path: file for file in map(_record_of, code_files(config))}
+    return [file.path for file in earlier.code if now.get(file.path, file) != file]
 
 
 def record_prompts(
@@ -152,12 +169,9 @@ def record_prompts(
 
 def check_same_prompts(path: Path, record: PromptRecord) -> None:
     """Raise InputError if the record at `path` is of other prompts. path: need not exist."""
-    if not path.exists():
+    earlier = _read(path)
+    if earlier is None:
         return
-    try:
-        earlier = msgspec.json.decode(path.read_bytes(), type=PromptRecord)
-    except msgspec.DecodeError as error:
-        raise InputError(f"{path} is damaged: {error}; delete it, and start again") from error
     now = {file.path: file for file in record.files}
     for file in earlier.files:
         found = now.get(file.path)
@@ -177,11 +191,20 @@ def check_same_prompts(path: Path, record: PromptRecord) -> None:
         )
 
 
+def _read(path: Path) -> PromptRecord | None:
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=PromptRecord)
+    except msgspec.DecodeError as error:
+        raise InputError(f"{path} is damaged: {error}; delete it, and start again") from error
+
+
 def _record_of(path: Path) -> FileRecord:
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, xxhash.xxh3_128)
             size = file.tell()
     except OSError as error:
-        raise InputError(f"cannot read the prompts {path}: {error}") from error
+        raise InputError(f"cannot read {path}: {error}") from error
     return FileRecord(str(path.absolute()), size, digest.hexdigest())

@@ -123,6 +123,29 @@ def test_a_resume_names_each_changed_key_with_both_values(run_dir: Path) -> None
     assert begin(run_dir, *given).count("changed: ") == 0
 
 
+def test_a_changed_function_of_the_user_is_told_and_ends_the_ledger(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "mine" / "parts"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('the launcher ran it')")
+    rewards, other = package / "rewards.py", tmp_path / "mine" / "never.py"
+    rewards.write_text("def near(): pass")
+    other.write_text("")
+    monkeypatch.syspath_prepend(tmp_path / "mine")
+    given = ["reward.tasks.near.compare=parts.rewards:near", "run.seed=3"]
+    begin(run_dir, *given)
+    leave_ledger(run_dir, program_digest())
+    store(run_dir, 3, 4, 5, 6, 7)
+    other.write_text("not named")
+    assert reason(run_dir, *given) == "" and changed_lines(config(run_dir, *given)) == []
+    rewards.write_text("def near(): return 1")
+    assert reason(run_dir, *given) == f"your code has changed: {rewards}"
+    told = begin(run_dir, *given)
+    assert f"changed: {rewards}: figures before and after this start may not compare" in told
+    assert "changed: " not in begin(run_dir, *given)
+
+
 def test_a_resume_with_many_changed_keys_names_nineteen_of_them(run_dir: Path) -> None:
     # Each source has a line for each of its keys.
     given = [f"prompts.{number}.path=p{number}" for number in range(3)]

@@ -27,7 +27,7 @@ def test_digests_are_those_of_xxhsum(tmp_path: Path) -> None:
     # XXH3 of 128 bits of "abc", as the reference implementation gives it.
     expected = {"path": str(path), "bytes": 3, "xxh3_128": "06b05ab6733a618578af5f94892f3950"}
     assert json.loads((tmp_path / RECORD).read_text()) == {
-        "files": [expected], "hub": [], "own": [expected["xxh3_128"]]
+        "files": [expected], "hub": [], "own": [expected["xxh3_128"]], "code": []
     }  # fmt: skip
 
 
