@@ -3,8 +3,8 @@
 #
 #   bash examples/quickstart.sh [--tiny] [--sft-baseline] [--run-dir DIR] [section.key=value ...]
 #
-# Without --tiny: SmolLM2-135M-Instruct on sums, under 10 minutes. With --tiny: a model of 1.3M
-# parameters on sorting digits, about 90 seconds. --sft-baseline also continues the cold start with
+# Without --tiny: SmolLM2-135M-Instruct on sums, 10 to 15 minutes. With --tiny: a model of 1.3M
+# parameters on sorting digits, about 2 minutes. --sft-baseline also continues the cold start with
 # the compute of reinforcement learning, and evaluates it, which takes half as long again. Overrides
 # go to the run, for example run.seed=1 or train.steps=10. Repeating the command with the same
 # --run-dir resumes an interrupted run. Exit status: that of the run; 2 when it has ended.

@@ -238,8 +238,8 @@ class AlgorithmConfig(Section):
     presets."""
     zero_variance_groups: Literal["drop", "keep"] = "drop"
     """Treatment of groups whose rewards (with majority: verdicts) are all equal. Where replies are
-    rewarded, returns of replies of the same number count. drop: the queue drops and counts such
-    groups; keep: the trainer trains on them."""
+    rewarded, returns of replies at the same turn index count. drop: the queue drops and counts
+    such groups; keep: the trainer trains on them."""
     advantage_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
     normalization: NormalizationConfig = NormalizationConfig()
     aggregation: AggregationConfig = AggregationConfig()

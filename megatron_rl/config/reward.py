@@ -328,7 +328,7 @@ class EnvironmentsConfig(Section):
     """Seconds for the interpreter to start and to import the environment's module."""
     turn_timeout_s: PositiveFloat = 60.0
     """Seconds that an environment may take between two of its requests. Beyond it the environment
-    hangs: the conversation is held again elsewhere."""
+    hangs: the conversation is retried elsewhere."""
     episode_timeout_s: PositiveFloat = 600.0
     """Seconds that an environment may take in one conversation. The time of the policy's replies
     does not count."""

@@ -62,7 +62,7 @@ QUEUE = (
           "too easy or too hard, see [curriculum] and `megatron-rl data difficulty`; others: logs "
           "of generators and verifiers", "count", _BATCH),
     Entry("queue/completions_dropped_*", "completions that were left out, by reason", "0",
-          "logs/verifier.log; not_graded: more verifier.*.workers, or less on the host", "count",
+          "logs/verifier.log; not_graded: more verifier.*.workers, or less on the node", "count",
           _BATCH),
     Entry("queue/messages_turned_away", "rejected messages of processes of another phase or start "
           "of the run", "0", "end processes of an earlier job; logs/queue.log names them", "count"),
@@ -71,7 +71,7 @@ QUEUE = (
           "logs/queue.log names the sender, which may run another release", "count"),
     Entry("queue/loop_stalled_s", "seconds in which the queue's loop stalled; they do not count as "
           "silence of other processes", "0",
-          "a slow disk under the run folder, or an overloaded host", "count"),
+          "a slow disk under the run folder, or an overloaded node", "count"),
     Entry("queue/token_files_not_removed",
           "token files that could not be removed (queue.keep_tokens_of_steps)", "0",
           "logs/queue.log names them: permissions, or a full disk?", "count"),
@@ -155,9 +155,9 @@ TRAINER = (
     Entry("train/filling_share", "share of all computed positions that fill microbatches up "
           "(expert.train.pad_microbatches)", "below 0.05",
           "a larger train.microbatch_tokens; `megatron-rl plan` says what it costs"),
-    Entry("train/tokens_per_s", "positions a second of a trainer rank's update"),
+    Entry("train/tokens_per_s", "positions per second of a trainer rank's update"),
     Entry("train/tokens_per_s_per_gpu",
-          "positions a second of all replicas, divided by trainer ranks"),
+          "positions per second of all data-parallel replicas, divided by trainer ranks"),
     Entry("train/mfu", "FLOPs of the model over the peak of the trainer's GPUs during updates; "
           "only where their peak is known", "above 0.3 for dense models",
           "`megatron-rl plan`; train.profile_steps shows what takes the time"),
@@ -168,8 +168,8 @@ TRAINER = (
     Entry("wait/reference_s", "seconds that the trainer waited for the reference's logprobs, where "
           "an engine holds it", "far below train/update_s", "a larger expert.scorer.max_running or "
           "scorer.tensor_parallel"),
-    Entry("scorer/requests", "sequences of the step that the trainer's first replica sent to the "
-          "scorer", kind="count"),
+    Entry("scorer/requests", "sequences of the step that the trainer's first data-parallel "
+          "replica sent to the scorer", kind="count"),
     Entry("scorer/tokens", "tokens of these sequences", kind="count"),
     Entry("scorer/asked_again", "requests repeated after 10 s without an answer", "0",
           "the engine is slow, or was started again: logs/scorer-0.log", "count"),
@@ -219,7 +219,7 @@ WEIGHT_SYNC = (
           "a small share of generator/conversations",
           "raise expert.environments.max_episodes, or make the environment faster"),
     Entry("generator/idle_share_max", "idle share of the most idle generator"),
-    Entry("generator/busy_tokens_per_s_min", "finished tokens a busy second of the slowest "
+    Entry("generator/busy_tokens_per_s_min", "finished tokens per busy second of the slowest "
           "generator, which generator/slowest names", "", "that generator's log and node"),
     Entry("generator/unfinished_s_max", "seconds for which a generator, which "
           "generator/longest_unfinished names, has had work and finished nothing",

@@ -37,7 +37,7 @@ from megatron_rl.rollout_queue.replay import NOTHING, Drawn
 from megatron_rl.rollout_queue.tally import RolloutTally
 
 _WHOLE = -1
-"""In place of a reply's number: a completion is compared as a whole."""
+"""In place of a turn index: a completion is compared as a whole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,9 +183,9 @@ def compute_advantages(
 ) -> Advantages:
     """Estimate the advantages of all completions or their replies, and normalize them together.
 
-    A reply's reward is its return. The estimator compares it with the replies of the same number of
-    the members that got so far. Normalization is over all of the minibatch, whatever a reply's
-    number: who reaches a turn depends on the policy.
+    A reply's reward is its return. The estimator compares it with the replies at the same turn
+    index of the members that got so far. Normalization is over all of the minibatch, whatever the
+    turn index: who reaches a turn depends on the policy.
     """
     returns = [group.turn_returns for group in groups]
     estimates = [

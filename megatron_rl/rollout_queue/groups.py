@@ -132,8 +132,8 @@ def has_equal_returns(
 ) -> bool:
     """Whether all that advantages compare is equal, up to rounding.
 
-    Compared are all rewards; where an environment rewards replies, the returns of replies of the
-    same number instead, whatever their lengths, of the members that got so far.
+    Compared are all rewards; where an environment rewards replies, the returns of replies at the
+    same turn index instead, whatever their lengths, of the members that got so far.
     """
     if not turn_returns:
         return are_equal(rewards)

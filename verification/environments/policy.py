@@ -83,7 +83,7 @@ class ToGrade:
 class Unavailable(Exception):
     """What the environment needs is not there, such as a service: the episode has no outcome.
 
-    It is held again, and earns no reward. A tool that raises this fails the episode; any other
+    It is retried, and earns no reward. A tool that raises this fails the episode; any other
     exception of a tool is a message to the policy.
     """
 

@@ -47,7 +47,7 @@ class Programs:
     """Runs programs, one at a time. Make one when your module is imported: that tries the sandbox.
 
     A program that fails is a result. Our own failure raises Unavailable, so that the episode is
-    held again.
+    retried.
     """
 
     def __init__(self, **limits: Any) -> None:
