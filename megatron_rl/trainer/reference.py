@@ -37,7 +37,7 @@ from megatron_rl.trainer.scoring_client import Scorer
 from megatron_rl.trainer.value_head import prompt_features
 from megatron_rl.weights.folders.load import load_weights, unwrap
 from megatron_rl.weights.layout.local_names import named_tensors
-from megatron_rl.weights.layout.shape import check_parallel, check_teacher, read_shape
+from megatron_rl.weights.layout.shape import check_teacher, read_shape
 
 
 class Reference(Protocol):
@@ -195,8 +195,8 @@ class Teacher:
     ) -> None:
         """Raises InputError for a folder that does not fit the policy's tokens or ranks."""
         shape = read_shape(folder)
-        check_teacher(shape, policy.shape, folder, is_exact=objective.cfg.kl.is_exact)
-        check_parallel(shape, policy.parallel)
+        is_exact = objective.cfg.kl.is_exact
+        check_teacher(shape, policy.shape, folder, is_exact=is_exact, parallel=policy.parallel)
         # Generators choose experts of the policy alone; and buffers of one size are the policy's.
         train = train.model_copy(update={"router_replay": False, "pad_microbatches": False})
         cfg = policy.cfg.model_copy(update={"train": train})
