@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron_rl.algorithms.tokens import Segments, Tokens
+from megatron_rl.algorithms.tokens import Tokens
 from megatron_rl.config.algorithm import CorrectionConfig, PolicyLossConfig
 
 if TYPE_CHECKING:
@@ -24,12 +24,18 @@ CorrectionFunction = Callable[["Tensor", CorrectionConfig], "Tensor"]
 
 
 def importance_ratios(tokens: Tokens, cfg: PolicyLossConfig) -> Tensor:
-    """[tokens] policy / old, differentiable: each token's, or its sequence's geometric mean.
+    """[tokens] policy / old: each token's ratio, or its sequence's; differentiable by own logprobs.
 
-    Log ratios are cut at +-cfg.max_log_ratio.
+    The gradient of a token's ratio is ratio * gradient of its own logprob, at both levels. So each
+    token learns its own advantage, and equal advantages give the gradient of the sequence's ratio.
+    Log ratios are cut at +-cfg.max_log_ratio. Source of level "sequence": GSPO-token (arXiv
+    2507.18071, section 4.3).
     """
     log_ratios = tokens.logprobs - tokens.old_logprobs
-    return _ratios(log_ratios, tokens.segments, cfg.level, cfg.max_log_ratio)
+    if cfg.level == "sequence":
+        slopes = tokens.logprobs - tokens.logprobs.detach()  # 0, with the gradient of the logprobs
+        log_ratios = _sequence_means(log_ratios.detach(), tokens) + slopes
+    return bounded_exp(log_ratios, cfg.max_log_ratio)
 
 
 def behaviour_ratios(tokens: Tokens, cfg: CorrectionConfig, max_log_ratio: float) -> Tensor:
@@ -40,13 +46,18 @@ def behaviour_ratios(tokens: Tokens, cfg: CorrectionConfig, max_log_ratio: float
     proximal = tokens.proximal_logprobs
     trained = tokens.logprobs.detach() if proximal is None else proximal
     log_ratios = trained - tokens.generator_logprobs
-    return _ratios(log_ratios, tokens.segments, cfg.level, max_log_ratio)
+    if cfg.level == "sequence":
+        log_ratios = _sequence_means(log_ratios, tokens)
+    return bounded_exp(log_ratios, max_log_ratio)
 
 
-def _ratios(log_ratios: Tensor, segments: Segments, level: str, bound: float) -> Tensor:
-    if level == "sequence":
-        log_ratios = segments.spread(segments.mean(log_ratios))
-    return bounded_exp(log_ratios, bound)
+def _sequence_means(log_ratios: Tensor, tokens: Tokens) -> Tensor:
+    """[tokens] mean over the sampled tokens of the sequence; 0 for tokens of reference answers."""
+    segments = tokens.segments
+    is_sampled = (~tokens.is_gold).to(log_ratios.dtype)
+    counts = segments.sum(is_sampled).clamp_min(1.0)
+    means = segments.sum(log_ratios.masked_fill(tokens.is_gold, 0.0)) / counts
+    return segments.spread(means).masked_fill(tokens.is_gold, 0.0)
 
 
 def bounded_exp(log_ratios: Tensor, bound: float) -> Tensor:

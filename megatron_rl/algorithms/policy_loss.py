@@ -33,7 +33,7 @@ def clipped(tokens: Tokens, advantages: Tensor, cfg: PolicyLossConfig) -> Policy
 
     With dual_clip c, at least c A where A < 0.
     Source: Magistral (arXiv 2506.10910), section 2.1; level "sequence": GSPO (arXiv 2507.18071),
-    eq. 5 and 7; dual_clip: arXiv 1912.09729, eq. 5.
+    eq. 5 and 7, and section 4.3 for tokens with their own A; dual_clip: arXiv 1912.09729, eq. 5.
     """
     ratio = importance_ratios(tokens, cfg)
     free = ratio * advantages

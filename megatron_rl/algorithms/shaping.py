@@ -34,7 +34,8 @@ def regression(tokens: Tokens, cfg: ShapingConfig) -> Tensor:
 
     With advantage estimator leave_one_out and b the mean of S over the others of the group, sum_i
     A_i grad log pi(y_i) / n is -1 / beta times the gradient of the group's variance of reward -
-    beta S, halved, whoever sampled it: AGRO (arXiv 2503.19612). With baseline soft or value, A is
+    beta S, halved, whoever sampled it: AGRO (arXiv 2503.19612). A sequence alone in its group has
+    no variance, and A = b - S = 0. With baseline soft or value, A is
     the reward less V of the prompt, without b: the gradient of the squared residual. V is the soft
     value from the others of the group: SPO (arXiv 2503.05453); or learnt on the same residual:
     DRO-V (arXiv 2405.19107). With advantage estimator soft_value and baseline none, V is the
@@ -43,7 +44,7 @@ def regression(tokens: Tokens, cfg: ShapingConfig) -> Tensor:
     segments = tokens.segments
     sums = segments.sum(tokens.with_constant_policy().reference_log_ratios)
     if cfg.baseline == "group":
-        sums = sums - segments.mean_of_others(sums)
+        sums = sums - segments.mean_of_others(sums, is_own_alone=True)
     return _less_value(tokens) - cfg.temperature * segments.spread(sums)
 
 

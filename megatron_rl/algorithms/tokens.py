@@ -58,15 +58,18 @@ class Segments:
             reach *= 2
         return sums.to(values.dtype)
 
-    def mean_of_others(self, values: Tensor) -> Tensor:
+    def mean_of_others(self, values: Tensor, *, is_own_alone: bool = False) -> Tensor:
         """[sequences] -> [sequences]: mean of the values of the other members of the group.
 
-        Not differentiable. Only where whole groups are known: in a shaping with `needs_groups`.
+        Without others it is 0, or with `is_own_alone` the sequence's own value. Not differentiable.
+        Only where whole groups are known: in a shaping with `needs_groups`.
         """
         is_real = self.group_of >= 0
         table, is_there = self.by_member(values, is_real)
         sums, counts = table.sum(-1, keepdim=True), is_there.sum(-1, keepdim=True)
         means = (sums - table) / (counts - 1).clamp_min(1)
+        if is_own_alone:
+            means = table.where(counts == 1, means)
         return self.from_members(means, values).where(is_real, values.detach())
 
     def by_member(self, values: Tensor, is_listed: Tensor) -> tuple[Tensor, Tensor]:

@@ -118,8 +118,15 @@ def _given(cfg: AlgorithmConfig, name: str) -> Iterator[str]:
 def off_policy_bias(config: Config) -> list[str]:
     """A warning if a loss without an importance ratio trains on data of older policies."""
     cfg = config.algorithm
-    corrects = cfg.correction.name != "none" or cfg.shaping.name != "none"
-    if cfg.policy_loss.name != "reinforce" or corrects or not config.train.steps:
+    shaping = cfg.shaping.name
+    # Regressions hold whoever sampled. The KL of positions alone is in no advantage, and has no
+    # ratio to correct.
+    corrects = cfg.correction.name != "none" or shaping in REGRESSIONS or ":" in shaping
+    estimates = cfg.advantage_estimator.name != "zero" or shaping != "none"
+    has_advantages = estimates or cfg.kl.adds_to_advantages
+    if cfg.policy_loss.name != "reinforce" or corrects or not has_advantages:
+        return []
+    if not config.train.steps:
         return []
     stages = resolve_stages(config)
     staleness = max(stage.queue.max_staleness for stage in stages)

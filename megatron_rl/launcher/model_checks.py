@@ -289,12 +289,11 @@ def check_reference(config: Config) -> None:
             "of a Hugging Face model"
         )
     shape, own = read_shape(folder), read_shape(config.model.path)
-    check_teacher(shape, own, folder, is_exact=config.algorithm.kl.is_exact)
+    parallel = None if by_engine else config.parallel
+    check_teacher(shape, own, folder, is_exact=config.algorithm.kl.is_exact, parallel=parallel)
     check_length(shape.rope_scaling, config.generator.context_tokens, "generator.context_tokens")
     if by_engine:
         check_scorer(config, shape, own, folder)
-    else:
-        check_parallel(shape, config.parallel)
     check_weights(folder, "algorithm.reference.policy", None if by_engine else shape)
     paths = [path / "tokenizer.json" for path in (folder, config.model.path)]
     if all(path.exists() for path in paths):

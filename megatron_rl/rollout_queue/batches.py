@@ -226,6 +226,7 @@ def _estimate_turns(
             is_correct=view.is_correct[members],
             is_well_formed=view.is_well_formed[members],
             lengths=np.array([one.tokens for _, one in found], np.int64),
+            classes=view.classes[members] if len(view.classes) else view.classes,
         )
         places += [(member, turn) for member in members]
         # Nothing to compare with: the reply is neither better nor worse.

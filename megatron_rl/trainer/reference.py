@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 from megatron.core import parallel_state
@@ -25,7 +26,7 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.backend import fp8
 from megatron_rl.config.tree import TrainConfig
 from megatron_rl.protocol.metrics import Metric
-from megatron_rl.protocol.types import MinibatchShare
+from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer.forward_backward import Passes, output_weight
 from megatron_rl.trainer.loss_inputs import Prepared
 from megatron_rl.trainer.model.build import build_frozen
@@ -36,7 +37,7 @@ from megatron_rl.trainer.scoring_client import Scorer
 from megatron_rl.trainer.value_head import prompt_features
 from megatron_rl.weights.folders.load import load_weights, unwrap
 from megatron_rl.weights.layout.local_names import named_tensors
-from megatron_rl.weights.layout.shape import check_parallel, check_teacher, read_shape
+from megatron_rl.weights.layout.shape import check_teacher, read_shape
 
 
 class Reference(Protocol):
@@ -182,7 +183,9 @@ class EmaReference(SwappedReference):
 class Teacher:
     """A frozen model of another size next to the policy, divided over the same ranks.
 
-    It waits in host memory, and is on the device for its pass alone.
+    It waits in host memory, and is on the device for its pass alone. It may lack ids that pad the
+    policy's vocabulary, and knows neither a sampled one of them nor what follows it. These tokens
+    take the generator's logprobs, so that their log ratio is 0 on-policy.
     """
 
     metrics: Sequence[Metric] = ()
@@ -192,14 +195,15 @@ class Teacher:
     ) -> None:
         """Raises InputError for a folder that does not fit the policy's tokens or ranks."""
         shape = read_shape(folder)
-        check_teacher(shape, policy.shape, folder, is_exact=objective.cfg.kl.is_exact)
-        check_parallel(shape, policy.parallel)
+        is_exact = objective.cfg.kl.is_exact
+        check_teacher(shape, policy.shape, folder, is_exact=is_exact, parallel=policy.parallel)
         # Generators choose experts of the policy alone; and buffers of one size are the policy's.
         train = train.model_copy(update={"router_replay": False, "pad_microbatches": False})
         cfg = policy.cfg.model_copy(update={"train": train})
         chunks = build_frozen(policy.backend, cfg, shape)
         load_weights(chunks, shape, folder)
         self.hidden = shape.hidden
+        self._vocab, self._lacks_ids = shape.vocab, shape.vocab < policy.shape.vocab
         self.parameters = [p for chunk in chunks for p in chunk.parameters()]
         self._host = [policy.backend.host_copy(p) for p in self.parameters]
         _point(self.parameters, self._host)
@@ -210,6 +214,15 @@ class Teacher:
         self, passes: Passes, minibatches: Sequence[MinibatchShare]
     ) -> list[list[Prepared]]:
         """As in `Reference`: by the teacher's own passes."""
+        if not self._lacks_ids:
+            return self._by_own_passes(minibatches)
+        found = self._by_own_passes([_with_ids_below(self._vocab, m) for m in minibatches])
+        return [
+            _with_logprobs_of_generator(prepared, minibatch, self._vocab)
+            for prepared, minibatch in zip(found, minibatches, strict=True)
+        ]
+
+    def _by_own_passes(self, minibatches: Sequence[MinibatchShare]) -> list[list[Prepared]]:
         device = self._passes.policy.device
         _point(self.parameters, [weight.to(device, non_blocking=True) for weight in self._host])
         try:
@@ -276,6 +289,40 @@ def _by_passes(passes: Passes, minibatches: Sequence[MinibatchShare]) -> list[li
         )
 
     return [passes.forward_only(passes.inputs(minibatch), read) for minibatch in minibatches]
+
+
+def _with_ids_below(vocab: int, minibatch: MinibatchShare) -> MinibatchShare:
+    """The same with other ids replaced by the last one: an embedding takes no others."""
+    microbatches = [
+        [msgspec.structs.replace(s, token_ids=s.token_ids.clip(max=vocab - 1)) for s in share]
+        for share in minibatch.microbatches
+    ]
+    return msgspec.structs.replace(minibatch, microbatches=microbatches)
+
+
+def _with_logprobs_of_generator(
+    prepared: list[Prepared], minibatch: MinibatchShare, vocab: int
+) -> list[Prepared]:
+    """The same with the generator's logprobs from the first id of a sequence on that is not below
+    `vocab`."""
+    found = list(prepared)
+    # Stages that compute no loss prepared nothing; microbatches that fill up the schedule are last.
+    for number, (one, share) in enumerate(zip(prepared, minibatch.microbatches, strict=False)):
+        lacks = [_lacks(s, vocab) for s in share]
+        if not any(each.any() for each in lacks):
+            continue
+        own = one.reference_logprobs
+        assert own is not None
+        sampled = torch.from_numpy(np.concatenate([s.generator_logprobs for s in share]))
+        is_lacking = torch.from_numpy(np.concatenate(lacks)).to(own.device)
+        filled = sampled.to(own.device, own.dtype).where(is_lacking, own)
+        found[number] = replace(one, reference_logprobs=filled)
+    return found
+
+
+def _lacks(sequence: TrainSequence, vocab: int) -> np.ndarray:
+    """[target tokens] bool: the token, or one before it, is not below `vocab`."""
+    return np.logical_or.accumulate(sequence.token_ids >= vocab)[sequence.targets]
 
 
 def _point(parameters: list[Tensor], tensors: list[Tensor]) -> None:

@@ -181,10 +181,11 @@ class Trainer:
         result = step_if_finite(self.optimizer, lr=lr, skip_norm=cfg.skip_grad_norm)
         # A skipped step keeps its place in the learning-rate schedule.
         self.steps_done += 1
-        if isinstance(self.reference, EmaReference):
-            self.reference.follow(self.gather)
-        if self.value_head is not None and not result.was_skipped:
-            self.value_head.step()
+        if not result.was_skipped:
+            if isinstance(self.reference, EmaReference):
+                self.reference.follow(self.gather)
+            if self.value_head is not None:
+                self.value_head.step()
         self._guard.count(result, minibatch, version=version)
         ended = time.monotonic()
         return [

@@ -244,6 +244,13 @@ def test_agro_is_at_rest_at_the_best_policy_whoever_sampled() -> None:
     torch.testing.assert_close(found, torch.zeros_like(found), **LIMIT)
 
 
+def test_agro_learns_nothing_from_a_completion_alone_in_its_group() -> None:
+    # One completion has no variance, however far the policy is from the reference.
+    logits, reference = PAIRS.logits(0), PAIRS.logits(5)
+    found = expected_gradient(PAIRS, agro(), logits, group_size=1, reference=reference)
+    assert not found.any()
+
+
 @pytest.mark.parametrize("shaping", ["regression", "cross_entropy"])
 def test_spo_follows_its_loss_with_the_value_of_its_group(shaping: str) -> None:
     logits, reference, behaviour = PAIRS.logits(0), PAIRS.logits(5), PAIRS.logits(9)

@@ -60,14 +60,20 @@ def spread_of_advantage_estimator(logits: Tensor, n: int) -> Tensor:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_the_gradient_is_that_of_the_bound(n: int) -> None:
+@pytest.mark.parametrize(
+    "policy_loss",
+    [{"name": "reinforce"}, {"name": "clipped"}, {"name": "clipped", "level": "sequence"}],
+    ids=["reinforce", "clipped", "sequences"],
+)
+def test_the_gradient_is_that_of_the_bound(n: int, policy_loss: dict[str, str]) -> None:
     logits = PAIRS.logits(3)
     spread = spread_of_advantage_estimator(logits, n)
     # The answers' part, thoughts held fixed, and that of the thoughts, answers held fixed.
     answers = gradient(lambda leaf: bound(leaf, n, constant=logits), logits)
     whole = gradient(lambda leaf: bound(leaf, n), logits)
     for support in (0.0, 1.0):
-        found = expected_gradient(PAIRS, given(support), logits, group_size=n, gold=GOLD)
+        objective = given(support) | {"policy_loss": policy_loss}
+        found = expected_gradient(PAIRS, objective, logits, group_size=n, gold=GOLD)
         # The loss is a mean over members, the estimator a sum over them.
         exact = (whole - answers) / spread / n + support * answers
         torch.testing.assert_close(found, exact, **LIMIT)

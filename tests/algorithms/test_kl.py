@@ -22,6 +22,8 @@ from tests.algorithms.tabular import (
 ALL = {"bandit": BANDIT, "pairs": PAIRS, "triples": Table(3, 3, (0.0,) * 27)}
 TRIPLES = ALL["triples"]
 EXACT = {"placement": "loss", "estimator": "exact"}
+CLIPPED_SEQUENCES = {"name": "clipped", "level": "sequence"}
+"""Tokens whose advantages differ share one importance ratio."""
 BANDIT_AND_PAIRS = pytest.mark.parametrize("table", [BANDIT, PAIRS], ids=["bandit", "pairs"])
 TABLES = pytest.mark.parametrize("table", ALL.values(), ids=ALL)
 
@@ -36,13 +38,19 @@ def kl_alone(**kl: Any) -> dict[str, Any]:
 
 
 @BANDIT_AND_PAIRS
-@pytest.mark.parametrize("placement", ["reward", "loss"])
-def test_kl_is_followed_exactly_as_reward_and_as_loss(table: Table, placement: str) -> None:
+@pytest.mark.parametrize(
+    ("placement", "policy_loss"),
+    [("reward", {"name": "reinforce"}), ("reward", CLIPPED_SEQUENCES),
+     ("loss", {"name": "reinforce"})],
+    ids=["reward", "reward-sequences", "loss"],
+)  # fmt: skip
+def test_kl_is_followed_exactly_as_reward_and_as_loss(
+    table: Table, placement: str, policy_loss: dict[str, str]
+) -> None:
     logits, reference = table.logits(0), table.logits(5)
     exact = -0.7 * gradient(lambda leaf: table.kl(leaf, reference), logits)
-    found = expected_gradient(
-        table, kl_alone(placement=placement), logits, group_size=2, reference=reference
-    )
+    given = kl_alone(placement=placement) | {"policy_loss": policy_loss}
+    found = expected_gradient(table, given, logits, group_size=2, reference=reference)
     torch.testing.assert_close(found, exact, **LIMIT)
 
 
@@ -59,11 +67,15 @@ def test_sums_to_the_end_of_a_sequence_are_those_of_its_tokens_alone() -> None:
 
 
 @TABLES
-@pytest.mark.parametrize("policy_loss", ["reinforce", "clipped", "cispo"])
-def test_exact_kl_is_followed_exactly(table: Table, policy_loss: str) -> None:
+@pytest.mark.parametrize(
+    "policy_loss",
+    [{"name": "reinforce"}, {"name": "clipped"}, CLIPPED_SEQUENCES, {"name": "cispo"}],
+    ids=["reinforce", "clipped", "sequences", "cispo"],
+)
+def test_exact_kl_is_followed_exactly(table: Table, policy_loss: dict[str, str]) -> None:
     logits, reference = table.logits(0), table.logits(5)
     exact = -0.7 * gradient(lambda leaf: table.kl(leaf, reference), logits)
-    given = kl_alone(**EXACT) | {"policy_loss": {"name": policy_loss}}
+    given = kl_alone(**EXACT) | {"policy_loss": policy_loss}
     found = expected_gradient(table, given, logits, group_size=1, reference=reference)
     torch.testing.assert_close(found, exact, **LIMIT)
 

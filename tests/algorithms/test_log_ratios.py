@@ -1,17 +1,23 @@
-"""Log ratios of any size leave losses and gradients finite; within the bound nothing changes."""
+"""Ratios of sequences by hand. Log ratios of any size leave losses and gradients finite; within the
+bound nothing changes."""
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.importance_ratio import CORRECTIONS
+from megatron_rl.algorithms.importance_ratio import (
+    CORRECTIONS,
+    behaviour_ratios,
+    importance_ratios,
+)
 from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.algorithms.policy_loss import POLICY_LOSSES
 from megatron_rl.algorithms.tokens import Segments, Tokens
-from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.algorithm import AlgorithmConfig, CorrectionConfig, PolicyLossConfig
 
 EXTREME = [30.0, -30.0, 100.0, -100.0, 1e4, -1e4]
 PARTS = sorted(itertools.product(POLICY_LOSSES, CORRECTIONS, ("token", "sequence")))
@@ -110,3 +116,68 @@ def test_within_the_bound_losses_are_those_without_one_bit_for_bit() -> None:
         obvious.backward()
         assert torch.equal(loss, obvious.detach())
         assert torch.equal(gradient, tokens.logprobs.grad)
+
+
+# --- ratios of sequences -----------------------------------------------------------------------
+
+
+def one_sequence(log_ratios: list[float], advantages: list[float], gold: list[bool]) -> Tokens:
+    """All tokens in one sequence."""
+    count = len(log_ratios)
+    one = torch.zeros(1, dtype=torch.int64)
+    segments = Segments(torch.zeros(count, dtype=torch.int64), one + count, one, one)
+    found = replace(tokens_at(log_ratios, 1.0), segments=segments, is_gold=torch.tensor(gold))
+    return replace(found, advantages=torch.tensor(advantages))
+
+
+NO_GOLD = [False] * 4
+SEQUENCES = {"policy_loss": {"level": "sequence", "eps_low": 0.2, "eps_high": 0.2}}
+
+
+@pytest.mark.parametrize(
+    ("mean", "advantages", "kept"),
+    [
+        # Replies that earned 3 and -1, and thoughts of -2 before a reference answer of 0.5.
+        (0.1, [3.0, 3.0, -1.0, -1.0], [3.0, 3.0, -1.0, -1.0]),
+        (-0.1, [-2.0, -2.0, 0.5, 0.5], [-2.0, -2.0, 0.5, 0.5]),
+        # Beyond the clip each token's own sign decides.
+        (0.3, [3.0, 3.0, -1.0, -1.0], [0.0, 0.0, -1.0, -1.0]),
+        (-0.3, [-2.0, -2.0, 0.5, 0.5], [0.0, 0.0, 0.5, 0.5]),
+        (0.3, [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]),
+    ],
+)
+def test_a_token_learns_its_own_advantage_by_the_ratio_of_its_sequence(
+    mean: float, advantages: list[float], kept: list[float]
+) -> None:
+    log_ratios = [mean + gap for gap in (0.6, -0.2, -0.5, 0.1)]
+    tokens = one_sequence(log_ratios, advantages, NO_GOLD)
+    objective = find_objective(AlgorithmConfig.model_validate(SEQUENCES))
+    objective.loss(tokens, tokens.advantages, torch.zeros(4)).loss.backward()
+    # Each token weighs a quarter.
+    expected = -math.exp(mean) / 4 * torch.tensor(kept)
+    torch.testing.assert_close(tokens.logprobs.grad, expected)
+
+
+def test_equal_advantages_have_the_gradient_of_the_ratio_of_the_sequence() -> None:
+    tokens = one_sequence([0.3, -0.4, 0.2, 0.1], [2.0] * 4, NO_GOLD)
+    objective = find_objective(AlgorithmConfig.model_validate(SEQUENCES))
+    (found,) = torch.autograd.grad(
+        objective.loss(tokens, tokens.advantages, torch.zeros(4)).loss, tokens.logprobs
+    )
+    ratio = (tokens.logprobs - tokens.generator_logprobs).mean().exp()
+    (expected,) = torch.autograd.grad(-2.0 * ratio, tokens.logprobs)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_reference_answer_has_the_ratio_1_and_is_in_no_mean_of_its_sequence() -> None:
+    # The trainer's own logprobs are the old ones of the answer. Mean of the thoughts: 0.3.
+    tokens = one_sequence([0.5, 0.1, 0.0, 0.0], [1.0] * 4, [False, False, True, True])
+    expected = torch.tensor([math.exp(0.3)] * 2 + [1.0] * 2)
+    policy = importance_ratios(tokens, PolicyLossConfig(level="sequence"))
+    torch.testing.assert_close(policy.detach(), expected)
+    behaviour = behaviour_ratios(tokens, CorrectionConfig(level="sequence"), 20.0)
+    torch.testing.assert_close(behaviour, expected)
+    (slopes,) = torch.autograd.grad(policy.sum(), tokens.logprobs)
+    torch.testing.assert_close(slopes, expected)
+    alone = one_sequence([0.0, 0.0], [1.0] * 2, [True, True])
+    assert importance_ratios(alone, PolicyLossConfig(level="sequence")).tolist() == [1.0, 1.0]

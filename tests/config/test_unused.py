@@ -66,6 +66,9 @@ def test_the_examples_have_no_such_key(path: Path) -> None:
     assert unused_keys(config) + off_policy_bias(config) == []
 
 
+DISTILL = ["algorithm.preset=distill", "algorithm.reference.policy=start"]
+
+
 @pytest.mark.parametrize(
     ("given", "causes"),
     [
@@ -74,6 +77,15 @@ def test_the_examples_have_no_such_key(path: Path) -> None:
         (["algorithm.preset=rloo", "queue.max_staleness=0"], []),
         (["algorithm.preset=aipo"], []),
         (["algorithm.preset=agro"], []),
+        (["algorithm.preset=jepo"], ["queue.max_staleness"]),
+        (["algorithm.preset=jepo", "algorithm.correction.name=truncated"], []),
+        # Its KL of each position has no ratio that a correction could multiply.
+        ([*DISTILL, "algorithm.kl.horizon=token"], []),
+        ([*DISTILL, "algorithm.kl.horizon=to_go"], ["queue.max_staleness"]),
+        (
+            [*DISTILL, "algorithm.kl.placement=reward", "algorithm.kl.estimator=k1"],
+            ["queue.max_staleness"],
+        ),
         (["algorithm.preset=sft"], []),
         ([], []),
     ],

@@ -52,6 +52,26 @@ def test_a_reply_that_only_one_member_reached_teaches_nothing() -> None:
     assert found == [[2.0, 2.0, 0.0, 0.0, 0.0, 0.0], [-2.0, -2.0]]
 
 
+def test_a_vote_on_replies_is_of_the_members_that_got_so_far() -> None:
+    group = make([[0.0], [0.0, 1.0], [0.0, 0.0]])
+    for index, reason in enumerate(["correct", "correct", "wrong_answer"]):
+        scored = group.scored[index]
+        group.scored[index] = ScoredRollout(scored.rollout, Score(0.0, {}, reason))
+    group.classes = {0: 0, 1: 0, 2: 3}
+    cfg = AlgorithmConfig.model_validate({"preset": "majority", "advantage_estimator": {"k": 2}})
+    found = minibatch_sequences([group], find_advantage_functions(cfg))
+    # First replies, pairs of three: f is 1 for both right ones, 1/2 for a tie. Second replies: one
+    # pair, a tie, where either alone has f = 1 and f = 0.
+    sixth = 1 / 6
+    expected = [
+        [sixth] * 2,
+        [sixth, sixth, 0.5, 0.5],
+        [-2 * sixth, -2 * sixth, -0.5, -0.5],
+    ]
+    for mine, numbers in zip(found, expected, strict=True):
+        assert mine.turn_advantages == pytest.approx(numbers, rel=1e-6)
+
+
 def test_replies_are_normalized_together_and_not_by_their_number() -> None:
     groups = [make([[4.0, 0.0], [0.0, 0.0]]), make([[1.0], [0.0]])]
     plain = advantages(groups)

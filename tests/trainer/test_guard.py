@@ -33,6 +33,7 @@ from megatron_rl.trainer.guard import read_skipped
 from megatron_rl.trainer.leader import Leader
 from megatron_rl.trainer.metrics import StepMetrics
 from megatron_rl.trainer.model.policy import Policy, open_policy
+from megatron_rl.trainer.reference import EmaReference
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.train import train
 from megatron_rl.weights.sync.control import Control
@@ -109,6 +110,29 @@ def test_an_exploding_gradient_skips_the_step_and_is_counted(
         found, changes, error = run_ranks(updates, 1, cfg, [1.0])[0]
         assert not error and changes == [not is_skipped]
         assert found[0]["train/skipped_steps"] == found[0]["train/exploded_steps"] == is_skipped
+
+
+def moves_of_average(cfg: Config, advantages: list[float]) -> list[bool]:
+    """Whether each update moved the average that the reference is."""
+    found = []
+    with open_policy(cfg) as policy:
+        trainer = make_trainer(policy, cfg)
+        assert isinstance(trainer.reference, EmaReference)
+        for version, advantage in enumerate(advantages):
+            before = [weight.clone() for weight in trainer.reference._weights]
+            share = make_share(10 * version, advantage)
+            trainer.update(share, version=version, prepared=trainer.prepare([share])[0])
+            trainer.gather()
+            found.append(not all(map(torch.equal, before, trainer.reference._weights)))
+    return found
+
+
+def test_a_skipped_step_does_not_move_the_average_of_the_reference(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    given = ["algorithm.reference.policy=ema", "algorithm.reference.decay=0.5"]
+    cfg = load(model_folder, tmp_path, *given)
+    assert run_ranks(moves_of_average, 1, cfg, [1.0, float("nan"), 1.0])[0] == [True, False, True]
 
 
 @pytest.mark.parametrize("parallel", ["data", "pipeline"])

@@ -43,6 +43,13 @@ OBJECTIVES = {
     "sequences masked": {
         "correction": {"name": "masked", "level": "sequence", "low": 0.1, "high": 10.0}
     },
+    "jepo_mixed with ratios of sequences": {
+        "preset": "jepo_mixed",
+        "policy_loss": {"level": "sequence", "eps_high": 1.0, "old_logprobs": "recompute"},
+        "correction": {"name": "truncated", "level": "sequence"},
+        "kl": {"placement": "reward", "coefficient": 0.5},
+        "reference": {"policy": "start"},
+    },
     "cross entropy": {
         "preset": "spo",
         "shaping": {"name": "cross_entropy", "temperature": 2.0},

@@ -83,16 +83,11 @@ def prepare_watched(
     return prepared
 
 
-def transformers_logprobs(folder: Path) -> list[torch.Tensor]:
-    """Of each sequence."""
-    return logprobs_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), VOCAB)
-
-
 def logprobs_of(model: torch.nn.Module, vocab: int) -> list[torch.Tensor]:
     """Of each sequence; vocab: ids that count."""
     found = []
     for s in make_sequences():
-        ids = torch.tensor(s.token_ids, dtype=torch.int64)
+        ids = torch.tensor(s.token_ids, dtype=torch.int64).clamp_max(vocab - 1)
         rows = torch.log_softmax(model(ids[None]).logits[0, :, :vocab].detach(), -1)
         places = s.targets
         found.append(torch.stack([rows[i - 1, ids[i]] for i in places]))
@@ -112,7 +107,8 @@ def test_the_start_and_a_folder_have_the_logprobs_of_transformers(
     for reference, folder in (("start", policy), (str(teacher), teacher)):
         cfg = load(policy, reference, f"parallel.{split}")
         found = run_ranks(reference_after_two_updates, cfg.parallel.world_size, cfg)[-1]
-        expected = sorted_by_length(torch.cat(transformers_logprobs(folder)))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        expected = sorted_by_length(torch.cat(logprobs_of(model, VOCAB)))
         for logprobs in (found["reference"], found["last"]):
             assert sorted_by_length(torch.cat(logprobs)) == pytest.approx(expected, abs=2e-5)
         assert found["is_kept"]
@@ -290,6 +286,23 @@ def test_a_teacher_of_another_size_has_the_logprobs_of_transformers(
         found = [torch.cat(found)]
     for logprobs in found:
         assert sorted_by_length(logprobs) == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.parametrize("split", ["context=2", "pipeline=2"])
+def test_what_a_teacher_cannot_know_has_the_generators_logprobs(
+    folders: tuple[Path, Path], tmp_path: Path, split: str
+) -> None:
+    vocab, sequences = VOCAB - 8, make_sequences()
+    model = write_model(tmp_path, vocab_size=vocab, **OTHER_SIZES)
+    knows = torch.tensor(
+        [bool(max(s.token_ids[: p + 1]) < vocab) for s in sequences for p in s.targets]
+    )
+    assert knows.any() and not knows.all()
+    sampled = torch.cat([torch.tensor(s.generator_logprobs) for s in sequences])
+    expected = sorted_by_length(torch.cat(logprobs_of(model, vocab)).where(knows, sampled))
+    cfg = load(folders[0], str(tmp_path), f"parallel.{split}")
+    for report in filter(None, run_ranks(reference_after_two_updates_of_a_teacher, 2, cfg)):
+        assert sorted_by_length(torch.cat(report)) == pytest.approx(expected, abs=2e-5)
 
 
 def reference_after_two_updates_of_a_teacher(cfg: Config) -> list[torch.Tensor]:

@@ -345,11 +345,18 @@ def counts_of(shape: ModelShape) -> Counts:
     )
 
 
-def check_teacher(teacher: ModelShape, policy: ModelShape, folder: Path, *, is_exact: bool) -> None:
-    """Raise InputError unless the teacher's tokens can be compared with the policy's.
+def check_teacher(
+    teacher: ModelShape,
+    policy: ModelShape,
+    folder: Path,
+    *,
+    is_exact: bool,
+    parallel: ParallelConfig | None = None,
+) -> None:
+    """Raise InputError unless the policy can be compared with the teacher, on the same ranks.
 
     Models of one family pad their vocabulary differently; ids that one of them lacks do not count.
-    is_exact: whole distributions are compared.
+    is_exact: whole distributions are compared. parallel: of the ranks; None: in an engine.
     """
     sizes = f"{folder} has a vocabulary of {teacher.vocab}, and the policy one of {policy.vocab}"
     if is_exact and teacher.vocab != policy.vocab:
@@ -362,3 +369,11 @@ def check_teacher(teacher: ModelShape, policy: ModelShape, folder: Path, *, is_e
         raise InputError(
             f"algorithm.reference.policy: {sizes}: take a reference with the policy's tokenizer"
         )
+    if parallel is None:
+        return
+    try:
+        check_parallel(teacher, parallel)
+    except InputError as error:
+        raise InputError(
+            f"algorithm.reference.policy: the trainer's ranks cannot divide {folder}: {error}"
+        ) from error
