@@ -231,6 +231,25 @@ def _swap(key: str, value: Any, at: int = 0) -> Callable[[list[dict]], None]:
     return lambda rows: rows[at].update({key: value})
 
 
+def test_figures_of_an_earlier_end_do_not_belong_into_the_summary(run_dir: Path) -> None:
+    first, second, after = metrics()
+    baseline = after | {"step": 0, "label": "sft_baseline"}
+    rows = [first, after | {"step": 1}, baseline, second]
+    records = run_dir / "rollouts"
+    (records / "eval_sft_baseline.jsonl").write_text((records / "eval_after.jsonl").read_text())
+    write(run_dir / "metrics.jsonl", rows)
+    facts = RunFacts(max_staleness=1, sampled_accuracy=(0.5, 4 / 6))
+    summary = summarize(rows, facts)
+    assert summary["evaluations"] == {}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    findings = audited(run_dir)
+    assert findings.is_sound, findings
+    summary |= {"accuracy_after": 0.5, "sft_baseline_accuracy": 0.5}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    [rule] = [rule for rule in audited(run_dir).rules.values() if rule.broken]
+    assert rule.broken == 2
+
+
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
