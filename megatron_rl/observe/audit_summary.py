@@ -12,7 +12,6 @@ from math import hypot
 from pathlib import Path
 from statistics import fmean, median
 
-from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.observe.audit_findings import Findings, agree
 from megatron_rl.observe.facts import SAMPLED_STEPS, read_summary
@@ -47,13 +46,20 @@ Sampled = Mapping[int, Counter[str]]
 
 
 def check_summary(
-    run_dir: Path, rows: list[Row], config: Config, sampled: Sampled | None, findings: Findings
+    run_dir: Path,
+    rows: list[Row],
+    stages: list[Config],
+    sampled: Sampled | None,
+    findings: Findings,
 ) -> None:
-    """rows: without activity; all values are numbers. sampled: None if records are missing."""
+    """rows: without activity; all values are numbers. stages: of all parts of the run.
+
+    sampled: None if records are missing.
+    """
     summary = read_summary(run_dir)
     steps = [row for row in rows if TRAINED in row]
     wanted = _copied(rows) | _of_evaluations(rows) | _of_steps(steps)
-    wanted["max_staleness"] = max(one.queue.max_staleness for one in resolve_stages(config))
+    wanted["max_staleness"] = max(one.queue.max_staleness for one in stages)
     synced = [
         r["weight_sync/s"] for r in rows if r.get("source") == "trainer" and "weight_sync/s" in r
     ]

@@ -55,7 +55,7 @@ class RunFacts:
     hf_export: str | None = None
     """Exported HF folder."""
     max_staleness: int | None = None
-    """`queue.max_staleness`."""
+    """The largest `queue.max_staleness` of the run."""
     strict_staleness: bool = False
     """`queue.strict_staleness`."""
     eval_temperature: float = 0.0
