@@ -14,11 +14,10 @@ from megatron_rl.config.expert import public_key
 from megatron_rl.config.layers import changed_keys, changed_values, first_of
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.cold_start import is_due
-from megatron_rl.launcher.node_link import NodeLost
+from megatron_rl.launcher.node_errors import has_role_failed
 from megatron_rl.launcher.prompt_record import changed_code
 from megatron_rl.launcher.run_folder import CONFIG, earlier_config
 from megatron_rl.observe.deaths import RoleDied
-from megatron_rl.observe.heartbeat import FolderTaken
 from megatron_rl.protocol.checkpoint_folder import step_of
 from megatron_rl.protocol.ledger import FOLDER, read_began, read_built, remove_segments, segments
 from megatron_rl.protocol.stop_request import is_stop_requested
@@ -138,12 +137,10 @@ def forget_queue(run_dir: Path, resumed: Path | None) -> None:
 
 @contextmanager
 def failure_noted(run_dir: Path) -> Iterator[None]:
-    """Have the next start begin at the newest checkpoint when a role fails."""
+    """Have the next start begin at the newest checkpoint when a role of any node fails."""
     try:
         yield
-    except (NodeLost, FolderTaken):
-        raise
-    except (RoleDied, DeadlineExceeded):
-        if has_ledger(run_dir):
+    except (RoleDied, DeadlineExceeded) as error:
+        if has_role_failed(error) and has_ledger(run_dir):
             (run_dir / FOLDER / _FAILED).touch()
         raise

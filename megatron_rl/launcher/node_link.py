@@ -20,6 +20,13 @@ import msgspec
 
 from megatron_rl.backend.environment import address_towards
 from megatron_rl.config.tree import Config
+from megatron_rl.launcher.node_errors import (
+    NodeLost,
+    end_after,
+    has_role_failed,
+    signal_of,
+    text_of,
+)
 from megatron_rl.launcher.node_registry import Least, NodeRegistry, PlaceTaken, sum_of
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.endpoints import NODES
@@ -32,8 +39,7 @@ from megatron_rl.protocol.node_messages import (
     TrainerOrder,
     TrainerPart,
 )
-from megatron_rl.protocol.process import Interrupted
-from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router, WireError
+from megatron_rl.protocol.wire import Dealer, Router, WireError
 
 BEAT_S = 1.0
 REDIAL_S = 5.0
@@ -45,10 +51,6 @@ Look = Callable[[], None]
 """Waits a moment, checks the node's processes, and calls `exchange`."""
 
 log = logging.getLogger(__name__)
-
-
-class NodeLost(DeadlineExceeded):
-    """Another node of the run is gone; the text names it and the cause."""
 
 
 class NodeLink(Closing):
@@ -83,11 +85,11 @@ class NodeLink(Closing):
 
     @abstractmethod
     def exchange(self, now: float) -> None:
-        """Send and receive heartbeats. Raises NodeLost, Interrupted (`_end_after`), PlaceTaken."""
+        """Send and receive heartbeats. Raises the errors of `end_after`, PlaceTaken."""
 
     @abstractmethod
-    def leave(self, error: str, signal: int = 0) -> None:
-        """Tell the others why this node ends before the run does. signal: as in NodeState."""
+    def leave(self, error: BaseException) -> None:
+        """Tell the others why this node ends before the run does."""
 
     def __enter__(self) -> Self:
         return self
@@ -95,31 +97,13 @@ class NodeLink(Closing):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is not None:
-                number = int(error.code or 0) - 128 if isinstance(error, Interrupted) else 0
-                self.leave(_text_of(error)[:_ERROR_CHARS], number)
+                self.leave(error)
         finally:
             self.close()
 
 
-def _text_of(error: BaseException) -> str:
-    if isinstance(error, Interrupted):
-        return f"it was ended by signal {int(error.code) - 128}"
-    return str(error) or type(error).__name__
-
-
 def _generators(config: Config) -> Least:
     return Least(config.generator.replicas, config.generator.min_replicas)
-
-
-def _end_after(lost: str, signal: int) -> NodeLost | Interrupted:
-    """The error with which this node ends after another one, so that both have one exit code.
-
-    signal: that ended the other node; 0: none.
-    """
-    if not signal:
-        return NodeLost(lost)
-    log.warning("%s", lost)
-    return Interrupted(128 + signal)
 
 
 class FirstNodeLink(NodeLink):
@@ -215,7 +199,8 @@ class FirstNodeLink(NodeLink):
         self.addresses |= self.registry.addresses()
         given_up = sum_of(self.given_up, self.given_up_elsewhere)
         if lost := lost or self.registry.find_too_few(given_up, self._least):
-            raise _end_after(lost, self.registry.ending_signal)
+            ending = self.registry.ending
+            raise end_after(lost, ending.signal, has_failed=ending.has_failed)
 
     def _receive(self, now: float) -> bool:
         """Handle the next message, if there is one; returns whether another may wait."""
@@ -254,9 +239,9 @@ class FirstNodeLink(NodeLink):
             started=self.started,
         )  # fmt: skip
 
-    def leave(self, error: str, signal: int = 0) -> None:
-        phase = self._phase or RunPhase(number=0, kind=PhaseKind.END)
-        self._tell(msgspec.structs.replace(phase, error=error, signal=signal))
+    def leave(self, error: BaseException) -> None:
+        phase, text = self._phase or RunPhase(0, PhaseKind.END), text_of(error)[:_ERROR_CHARS]
+        self._tell(msgspec.structs.replace(phase, error=text, signal=signal_of(error)))
 
     def _tell(self, phase: RunPhase) -> None:
         self._phase = phase
@@ -353,7 +338,7 @@ class OtherNodeLink(NodeLink):
             return
         if message.error:
             text = f"the first node has left the run: {message.error}"
-            raise _end_after(text, message.signal)
+            raise end_after(text, message.signal)
         self._phase, self.missing = message, message.missing
         self.addresses |= message.addresses
         # A node that joined counts its own replicas alone.
@@ -383,10 +368,11 @@ class OtherNodeLink(NodeLink):
         """Tell the first node that this one leaves in good order; it no longer waits for it."""
         self._say(is_leaving=True)
 
-    def leave(self, error: str, signal: int = 0) -> None:
+    def leave(self, error: BaseException) -> None:
         # The launcher that has the place speaks for the node.
         if not self._is_refused:
-            self._say(error=error, signal=signal)
+            text, has_failed = text_of(error)[:_ERROR_CHARS], has_role_failed(error)
+            self._say(error=text, signal=signal_of(error), has_failed=has_failed)
 
     def _say(self, **changes: object) -> None:
         self._state = msgspec.structs.replace(self._state, **changes)

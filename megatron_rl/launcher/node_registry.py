@@ -36,6 +36,13 @@ class Loss(NamedTuple):
     """Of the losses so far, this one included."""
 
 
+class Ending(NamedTuple):
+    """How a node has ended, as in NodeState."""
+
+    signal: int = 0
+    has_failed: bool = False
+
+
 class Least(NamedTuple):
     """Replicas of one kind of role on the configured nodes, and how many of all the run needs."""
 
@@ -55,8 +62,8 @@ class NodeRegistry:
         self._restarts: list[RoleRestart] = []
         self.away: dict[int, str] = {}
         """Nodes without which the run continues, and why each is away."""
-        self.ending_signal = 0
-        """Signal that ended the node that was missed last; 0: none did."""
+        self.ending = Ending()
+        """How the node that was missed last has ended."""
         self._events: list[str] = []
         self.may_return: Collection[int] = ()
         """Nodes of the trainer that may be lost and come back; the trainer then starts again."""
@@ -200,7 +207,7 @@ class NodeRegistry:
         for node, state in self._states.items():
             if (loss := self.lost.get(node)) is not None:
                 if now - loss.at > self._limits.wait_s:
-                    self.ending_signal = 0
+                    self.ending = Ending()
                     return f"{loss.why}, and did not come back within {self._wait_text}"
                 continue
             why = "" if node in self.away else self._why_gone(state, now)
@@ -213,10 +220,11 @@ class NodeRegistry:
                     "node` with its number, on any node like it, takes its place"
                 )
             elif why and state.is_vital:
-                self.ending_signal = state.signal
+                self.ending = Ending(state.signal, state.has_failed)
                 return why
             elif why:
-                self.away[node], self.ending_signal = why, state.signal
+                self.away[node] = why
+                self.ending = Ending(state.signal, state.has_failed)
                 self._events.append(f"{why}: the run continues without its {_text_of_roles(state)}")
         return ""
 

@@ -26,7 +26,7 @@ from megatron_rl.launcher.claims import claimed
 from megatron_rl.launcher.cold_start import is_due
 from megatron_rl.launcher.continuation import failure_noted
 from megatron_rl.launcher.node import first_node
-from megatron_rl.launcher.node_link import NodeLost
+from megatron_rl.launcher.node_errors import NodeLost
 from megatron_rl.launcher.other_node import other_node
 from megatron_rl.launcher.phases import QUEUE, SCORER, follow, lead
 from megatron_rl.launcher.placement import NodeRoles, active_nodes, listed_gpus, place

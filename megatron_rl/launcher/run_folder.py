@@ -216,7 +216,7 @@ def set_aside(run_dir: Path, sft_steps: int = 0) -> Path:
     elif metrics.exists():
         metrics.rename(folder / metrics.name)
     # The configuration goes last: if this launcher is killed, the next one does this again.
-    for name in ("rollouts", "hf", "skipped", CONFIG):
+    for name in ("rollouts", "hf", "skipped", "wandb", CONFIG):
         if sft_steps and (run_dir / name).is_dir():
             _move_but_cold_start(run_dir / name, folder / name)
         elif (run_dir / name).exists():

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megatron_rl.launcher.node import FirstNode, Node
-from megatron_rl.launcher.node_link import NodeLost, OtherNodeLink
+from megatron_rl.launcher.node_errors import NodeLost
+from megatron_rl.launcher.node_link import OtherNodeLink
 from megatron_rl.launcher.placement import returning_nodes
 from megatron_rl.launcher.restarts import Answer, Death, RestartRule, answer_death, pause_before
 from megatron_rl.observe.deaths import RoleDied

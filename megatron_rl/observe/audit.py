@@ -107,7 +107,7 @@ def audit_records(run_dir: Path, report: Report) -> Findings:
         findings.skipped.append(f"summary.json: metrics.jsonl {what}")
     else:
         sampled = None if audit.incomplete else audit.sampled
-        check_summary(run_dir, audit.rows, audit.config, sampled, findings)
+        check_summary(run_dir, audit.rows, audit.configurations.stages, sampled, findings)
     _check_models(run_dir, findings)
     return findings
 

@@ -12,7 +12,6 @@ from math import hypot
 from pathlib import Path
 from statistics import fmean, median
 
-from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.observe.audit_findings import Findings, agree
 from megatron_rl.observe.facts import SAMPLED_STEPS, read_summary
@@ -47,13 +46,20 @@ Sampled = Mapping[int, Counter[str]]
 
 
 def check_summary(
-    run_dir: Path, rows: list[Row], config: Config, sampled: Sampled | None, findings: Findings
+    run_dir: Path,
+    rows: list[Row],
+    stages: list[Config],
+    sampled: Sampled | None,
+    findings: Findings,
 ) -> None:
-    """rows: without activity; all values are numbers. sampled: None if records are missing."""
+    """rows: without activity; all values are numbers. stages: of all parts of the run.
+
+    sampled: None if records are missing.
+    """
     summary = read_summary(run_dir)
     steps = [row for row in rows if TRAINED in row]
     wanted = _copied(rows) | _of_evaluations(rows) | _of_steps(steps)
-    wanted["max_staleness"] = max(one.queue.max_staleness for one in resolve_stages(config))
+    wanted["max_staleness"] = max(one.queue.max_staleness for one in stages)
     synced = [
         r["weight_sync/s"] for r in rows if r.get("source") == "trainer" and "weight_sync/s" in r
     ]
@@ -111,7 +117,8 @@ def _copied(rows: list[Row]) -> Row:
 
 
 def _of_evaluations(rows: list[Row]) -> Row:
-    last = {row["label"]: row for row in rows if "eval/accuracy" in row}
+    rows = _without_earlier_ends(rows)
+    last = {row["label"]: row for row in rows}
     before, after, baseline = (last.get(n, {}) for n in ("before", "after", "sft_baseline"))
     measured = {
         label: {"accuracy": row["eval/accuracy"], "se": row.get("eval/accuracy_se")}
@@ -119,7 +126,7 @@ def _of_evaluations(rows: list[Row]) -> Row:
         | ({"reward": row["eval/reward"]} if "eval/reward" in row else {})
         for label, row in last.items()
     }
-    held_out = [row for row in rows if "eval/accuracy" in row and "." not in row["label"]]
+    held_out = [row for row in rows if "." not in row["label"]]
     latest = after or before or next(reversed(held_out), {})
     gain = sigmas = None
     if after and baseline:
@@ -143,6 +150,20 @@ def _of_evaluations(rows: list[Row]) -> Row:
         "evaluations": {label: found for label, found in measured.items() if "." not in label},
         "evaluation_sets": {label: found for label, found in measured.items() if "." in label},
     }  # fmt: skip
+
+
+def _without_earlier_ends(rows: list[Row]) -> list[Row]:
+    """Evaluations; "after" only of the last step, the SFT baseline only if no step follows it."""
+    found: list[Row] = []
+    has_later_step = False
+    end = max((row["step"] for row in rows if TRAINED in row), default=None)
+    for row in reversed(rows):
+        has_later_step |= TRAINED in row
+        kind = row.get("label", "").split(".")[0]
+        is_old = {"after": end not in (None, row["step"]), "sft_baseline": has_later_step}
+        if "eval/accuracy" in row and not is_old.get(kind, False):
+            found.append(row)
+    return found[::-1]
 
 
 def _by_label(last: dict[str, Row], prefix: str) -> dict[str, Row]:

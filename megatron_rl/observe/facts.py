@@ -37,11 +37,12 @@ def run_facts(config: Config, run_dir: Path, wall_s: dict[str, float]) -> RunFac
     """Facts of a run; wall_s: seconds by phase; run_dir: present path of its folder."""
     names = ("summary.json", "config.toml", "metrics.jsonl", "rollouts", "checkpoints", "logs")
     paths = [run_dir / name for name in names]
+    stages = [*resolve_stages(config), *Configurations(run_dir).stages]
     exports = [run_dir / "hf" / name for name in (FINAL, COLD_START)]
     return RunFacts(
         wall_s=wall_s,
         hf_export=next((str(path) for path in exports if path.exists()), None),
-        max_staleness=max(stage.queue.max_staleness for stage in resolve_stages(config)),
+        max_staleness=max(stage.queue.max_staleness for stage in stages),
         strict_staleness=config.queue.strict_staleness,
         eval_temperature=config.eval.temperature,
         sampled_accuracy=sampled_accuracy(run_dir / "rollouts"),
@@ -94,6 +95,11 @@ class Configurations:
                 with contextlib.suppress(ConfigError):
                     stages = resolve_stages(load_config(file))
             self._parts.append((end, stages))
+
+    @property
+    def stages(self) -> list[Config]:
+        """The stages of all parts whose configuration is known."""
+        return [stage for _, stages in self._parts for stage in stages]
 
     def at(self, step: int, stage: int = 0) -> Config | None:
         """The configuration of a stage before batch `step`, from 0; None: it is not known."""

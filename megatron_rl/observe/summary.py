@@ -55,7 +55,7 @@ class RunFacts:
     hf_export: str | None = None
     """Exported HF folder."""
     max_staleness: int | None = None
-    """`queue.max_staleness`."""
+    """The largest `queue.max_staleness` of the run."""
     strict_staleness: bool = False
     """`queue.strict_staleness`."""
     eval_temperature: float = 0.0
@@ -137,11 +137,10 @@ def _needed_of(row: Row) -> Row:
 def _evaluated(rows: list[Row]) -> dict[str, Any]:
     """Results of all evaluations, the latest of each label, in order."""
     evaluations: dict[str, Row] = {}
-    for row in rows:
-        if "eval/accuracy" in row:
-            # A resumed run measures some labels again, such as "after": behind those before them.
-            evaluations.pop(row["label"], None)
-            evaluations[row["label"]] = row
+    for row in _evaluations_of_end(rows):
+        # A resumed run measures some labels again, such as "after": behind those before them.
+        evaluations.pop(row["label"], None)
+        evaluations[row["label"]] = row
     held_out = {label: row for label, row in evaluations.items() if "." not in label}
     before, after = evaluations.get("before", {}), evaluations.get("after", {})
     baseline = evaluations.get("sft_baseline", {})
@@ -166,6 +165,27 @@ def _evaluated(rows: list[Row]) -> dict[str, Any]:
         "rl_minus_sft_baseline": gain,
         "rl_minus_sft_baseline_standard_errors": sigmas,
     }
+
+
+def _evaluations_of_end(rows: list[Row]) -> list[Row]:
+    """Rows of evaluations, without those of an end after which the run was extended.
+
+    There "after" measured an earlier model, and the SFT baseline had the compute of fewer steps.
+    """
+    steps = [(at, row["step"]) for at, row in enumerate(rows) if _is_step(row)]
+    last_at, last_step = max(steps, default=(-1, None))
+    found = []
+    for at, row in enumerate(rows):
+        if "eval/accuracy" not in row:
+            continue
+        when = row["label"].partition(".")[0]
+        # Its rows have step 0. Its phase begins when the trainer has written all steps.
+        has_fewer_steps = when == "sft_baseline" and at < last_at
+        # The queue may write "after" before the trainer writes the last step.
+        is_earlier = when == "after" and last_step is not None and row["step"] != last_step
+        if not has_fewer_steps and not is_earlier:
+            found.append(row)
+    return found
 
 
 def _figures(row: Row) -> dict[str, Any]:
@@ -244,7 +264,11 @@ def _update_of(row: Row) -> Interval:
 
 
 def _step_rows(rows: list[Row]) -> list[Row]:
-    return [row for row in rows if row.get("source") == "trainer" and "train/loss" in row]
+    return [row for row in rows if _is_step(row)]
+
+
+def _is_step(row: Row) -> bool:
+    return row.get("source") == "trainer" and "train/loss" in row
 
 
 def _loop_interval(rows: list[Row]) -> Interval | None:

@@ -76,6 +76,8 @@ class NodeState(msgspec.Struct, frozen=True, tag="NodeState"):
     """Why it leaves the run."""
     signal: Count = 0
     """Number of the signal that ended it; 0: none. A run that stops as asked ends by SIGTERM."""
+    has_failed: bool = False
+    """It leaves because one of its roles has failed."""
     restarts: tuple[RoleRestart, ...] = ()
     """The latest restarts; each is sent several times, and counts once by its number."""
     given_up: dict[str, Count] = {}

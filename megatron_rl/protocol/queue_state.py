@@ -39,6 +39,8 @@ class StageState(msgspec.Struct, frozen=True):
     """The first batch of each stage, as far as known."""
     values: list[float]
     """Plateau metric of the current stage, by batch."""
+    plateau_metrics: list[str] | None = None
+    """Metric whose plateau begins each further stage, "" where `at_step` does; None: not known."""
 
 
 class PromptVisits(msgspec.Struct, frozen=True):

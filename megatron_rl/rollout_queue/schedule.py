@@ -107,13 +107,30 @@ class Schedule:
                 return
             self._begin(max(trigger.at_step, self._first_steps[-1] + 1))
 
+    def _waits_as(self, state: StageState, *, trigger: int) -> bool:
+        """Whether the next stage waits for a plateau of the metric that it waited for when saved.
+
+        Another metric's values say nothing about this one, nor does the batch of an `at_step`.
+        """
+        if trigger == len(self._triggers) or not (metric := self._plateau_metric(trigger)):
+            return False
+        # An earlier release did not save the metric.
+        saved = state.plateau_metrics
+        return saved is None or saved[trigger : trigger + 1] == [metric]
+
     def log_beginning(self, step: int) -> None:
         stage = self.stage_at(step)
         if stage and self._first_steps[stage] == step:
             log.info("batch %d is the first of %s", step, name_of(self._config, stage))
 
     def state(self) -> StageState:
-        return StageState(list(self._first_steps), list(self._values))
+        metrics = [self._plateau_metric(n) for n in range(len(self._triggers))]
+        return StageState(list(self._first_steps), list(self._values), metrics)
+
+    def _plateau_metric(self, trigger: int) -> str:
+        """The metric whose plateau begins the stage after this one; "" for a stage with at_step."""
+        plateau = self._triggers[trigger].plateau
+        return "" if plateau is None else plateau.metric
 
     def restore(self, state: StageState, step: int) -> None:
         """Restore the state of a step. Raises InputError for a stage that the run lacks.
@@ -126,10 +143,10 @@ class Schedule:
                 f"the saved run was in stage {len(begun) - 1}, but this configuration has only "
                 f"{len(self._triggers)} [[stages]]: resume with the stages of the saved run"
             )
-        self._first_steps, self._values = begun, list(state.values)
-        decided = state.first_steps[len(begun) : len(begun) + 1]
-        is_next = len(begun) < len(self.stages)
-        if decided and is_next and self._triggers[len(begun) - 1].plateau is not None:
-            self._begin(decided[0])
+        self._first_steps, self._values = begun, []
+        if self._waits_as(state, trigger=len(begun) - 1):
+            self._values = list(state.values)
+            for decided in state.first_steps[len(begun) : len(begun) + 1]:
+                self._begin(decided)
         self._extend()
         log.info("resumed in %s", name_of(self._config, self.stage_at(step)))

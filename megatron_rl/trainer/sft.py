@@ -24,7 +24,6 @@ from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
-from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.checkpoint_folder import folder_name
 from megatron_rl.protocol.exports import COLD_START, SFT_BASELINE, candidate_name
@@ -180,16 +179,15 @@ def baseline_steps(cfg: Config, sequences: list[TrainSequence]) -> int:
 
     A trained token counts once, a generated token a third (forward only).
     """
-    groups = ("queue/groups_trained", "queue/groups_dropped_zero_variance")
-    sizes = [stage.train.group_size for stage in resolve_stages(cfg)]
     trained = generated = 0.0
     for row in stream_rows(cfg.run.dir / "metrics.jsonl", holding='"trainer"'):
         if row["source"] != "trainer":
             continue
         trained += row.get("train/padded_tokens", 0.0)
         if "rollout/length_tokens" in row:
-            size = sizes[int(row.get("queue/stage", 0))]
-            generated += sum(row[name] for name in groups) * size * row["rollout/length_tokens"]
+            # Each rollout of the mean has one reason, also before a change of train.group_size.
+            rollouts = sum(row[name] for name in row if name.startswith("reason/"))
+            generated += rollouts * row["rollout/length_tokens"]
     if not trained:
         raise InputError(
             f"{cfg.run.dir}/metrics.jsonl has no training step, so its compute is unknown: train "

@@ -12,7 +12,7 @@ from megatron_rl.config.layers import changed_keys
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import run
 from megatron_rl.launcher.continuation import changed_lines, failure_noted, why_not_continued
-from megatron_rl.launcher.node_link import NodeLost
+from megatron_rl.launcher.node_errors import NodeFailed, NodeLost
 from megatron_rl.launcher.preflight import PromptReport
 from megatron_rl.launcher.run_folder import CONFIG, check_run_folder
 from megatron_rl.observe.deaths import RoleDied
@@ -206,7 +206,7 @@ def test_reasons_in_the_run_folder(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "why"),
     [(RoleDied("trainer", 1, "it died"), "a role failed"), (NodeLost("node 2"), ""),
-     (KeyboardInterrupt(), "")],
+     (NodeFailed("node 2: it died"), "a role failed"), (KeyboardInterrupt(), "")],
 )  # fmt: skip
 def test_a_ledger_is_not_continued_after_the_failure_of_a_role(
     run_dir: Path, error: BaseException, why: str

@@ -10,8 +10,10 @@ import pytest
 
 from megatron_rl.config.tree import Config, NodesConfig, PortsConfig
 from megatron_rl.launcher import node_link
-from megatron_rl.launcher.node_link import FirstNodeLink, NodeLost, OtherNodeLink
+from megatron_rl.launcher.node_errors import NodeFailed, NodeLost
+from megatron_rl.launcher.node_link import FirstNodeLink, OtherNodeLink
 from megatron_rl.launcher.node_registry import PlaceTaken
+from megatron_rl.observe.deaths import RoleDied
 from megatron_rl.protocol.node_messages import NodeState, PhaseKind, RoleRestart, RunPhase
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.wire import TurnedAway
@@ -61,7 +63,7 @@ class Follower(threading.Thread):
                 if self.is_killed:
                     # As by SIGKILL: nothing is said any more, and the socket is gone.
                     link._dealer.close()
-                    link.leave = lambda error, number: None
+                    link.leave = lambda error: None
                     raise RuntimeError("killed")
             if self.raises is not None:
                 raise self.raises
@@ -201,9 +203,9 @@ def test_last_words_that_are_lost_are_missed_as_silence(monkeypatch: pytest.Monk
     assert loss.kinds == ["NodeState error", "RunPhase error"]
 
 
-def lose(first: FirstNodeLink, within_s: float) -> NodeLost:
+def lose(first: FirstNodeLink, within_s: float) -> NodeLost | NodeFailed:
     started = time.monotonic()
-    with pytest.raises(NodeLost) as found:
+    with pytest.raises((NodeLost, NodeFailed)) as found:
         while time.monotonic() - started < within_s:
             look(first)
     return found.value
@@ -222,12 +224,20 @@ def test_a_node_that_a_signal_ends_ends_all_others_with_its_exit_code() -> None:
         assert isinstance(two.error, Interrupted) and ended.value.code == two.error.code == 130
 
 
-def test_a_node_that_leaves_with_an_error_ends_all_others() -> None:
-    cfg, said = config(), "generator-1 ended with signal 9"
-    error = RuntimeError(said)
+@pytest.mark.parametrize(
+    ("error", "as_the_first"),
+    [(RuntimeError("a fault of the launcher"), NodeLost),
+     (NodeLost("the first node has been silent for 4 s"), NodeLost),
+     # The next start does not continue the queue's ledger.
+     (RoleDied("generator-1", -9, "generator-1 ended with signal 9"), NodeFailed)],
+)  # fmt: skip
+def test_a_node_that_leaves_with_an_error_ends_all_others(
+    error: BaseException, as_the_first: type[BaseException]
+) -> None:
+    cfg, said = config(), str(error)
     with followers(cfg, 3, work_s=0.2) as (one, two):
         one.raises = error
-        with pytest.raises(NodeLost, match=said), FirstNodeLink(cfg, 3) as first:
+        with pytest.raises(as_the_first, match=said), FirstNodeLink(cfg, 3) as first:
             first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
             raise lose(first, within_s=60)
         one.join(60)

@@ -71,7 +71,7 @@ def test_the_node_that_leaves_too_few_generators_is_named_with_the_key() -> None
         "node 2 has left the run: it was ended by signal 15, and 0 of 4 generators are fewer than "
         "generator.min_replicas = 1"
     )
-    assert registry.ending_signal == 15
+    assert registry.ending == (15, False)
 
 
 def test_replicas_of_a_joined_node_come_on_top_of_the_configured_ones() -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from megatron_rl.config.tree import Config, NodesConfig, PortsConfig
 from megatron_rl.launcher import node_link
-from megatron_rl.launcher.node_link import FirstNodeLink, NodeLink, NodeLost, OtherNodeLink
+from megatron_rl.launcher.node_errors import NodeLost
+from megatron_rl.launcher.node_link import FirstNodeLink, NodeLink, OtherNodeLink
 from megatron_rl.protocol.node_messages import PhaseKind, RunPhase
 from tests.cable import Cable
 from tests.ports import free_port

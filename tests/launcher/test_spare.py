@@ -11,7 +11,8 @@ import pytest
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config, NodesConfig, PortsConfig
-from megatron_rl.launcher.node_link import FirstNodeLink, NodeLost
+from megatron_rl.launcher.node_errors import NodeLost
+from megatron_rl.launcher.node_link import FirstNodeLink
 from megatron_rl.launcher.nodes import lost_place
 from megatron_rl.launcher.placement import NodeRoles, place
 from megatron_rl.observe.heartbeat import PREPARED, Heartbeat

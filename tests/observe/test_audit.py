@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from megatron_rl.cli.main import main
-from megatron_rl.config.files import dump_toml
+from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.observe.audit import audit_records
 from megatron_rl.observe.audit_findings import SHOWN, WHOLE, Findings
+from megatron_rl.observe.facts import run_facts
 from megatron_rl.observe.summary import RunFacts, summarize
 from megatron_rl.observe.summary_text import render_text
 from megatron_rl.protocol.metrics import RESUMED
@@ -229,6 +230,40 @@ def change_lines(name: str, change: Callable[[list[dict]], None]) -> Callable[[P
 
 def _swap(key: str, value: Any, at: int = 0) -> Callable[[list[dict]], None]:
     return lambda rows: rows[at].update({key: value})
+
+
+def test_the_bound_of_a_summary_is_the_largest_of_all_resumes(run_dir: Path) -> None:
+    path = run_dir / "config.toml"
+    text = path.read_text()
+    (run_dir / "config.until_step_000002.toml").write_text(text)
+    path.write_text(text.replace("max_staleness = 1", "max_staleness = 0"))
+    resumed = {"source": "launch", "time": 9.0, "step": 2, RESUMED: 1}
+    rows = [*metrics(), resumed]
+    write(run_dir / "metrics.jsonl", rows)
+    summary = summarize(rows, run_facts(load_config(path), run_dir, {}))
+    assert (summary["staleness_max"], summary["max_staleness"]) == (1.0, 1)
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    findings = audited(run_dir)
+    assert findings.is_sound, findings
+
+
+def test_figures_of_an_earlier_end_do_not_belong_into_the_summary(run_dir: Path) -> None:
+    first, second, after = metrics()
+    baseline = after | {"step": 0, "label": "sft_baseline"}
+    rows = [first, after | {"step": 1}, baseline, second]
+    records = run_dir / "rollouts"
+    (records / "eval_sft_baseline.jsonl").write_text((records / "eval_after.jsonl").read_text())
+    write(run_dir / "metrics.jsonl", rows)
+    facts = RunFacts(max_staleness=1, sampled_accuracy=(0.5, 4 / 6))
+    summary = summarize(rows, facts)
+    assert summary["evaluations"] == {}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    findings = audited(run_dir)
+    assert findings.is_sound, findings
+    summary |= {"accuracy_after": 0.5, "sft_baseline_accuracy": 0.5}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    [rule] = [rule for rule in audited(run_dir).rules.values() if rule.broken]
+    assert rule.broken == 2
 
 
 @pytest.mark.parametrize(

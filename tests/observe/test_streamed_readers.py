@@ -42,6 +42,9 @@ def metrics_lines() -> str:
             "train/padded_tokens": 100.0, "rollout/length_tokens": 10.0,
             "queue/groups_trained": 4, "queue/groups_dropped_zero_variance": 2,
             "queue/rollouts_trained": 16,
+            # Six groups, of 4 rollouts in the first steps and then of 10.
+            "reason/correct": 24 if step <= 40 else 50,
+            "reason/wrong_answer": 0 if step <= 40 else 10,
         })  # fmt: skip
     lines.append({"time": 1.0, "source": "queue", "step": STEPS, "label": "after", "eval/n": 2,
                   "eval/accuracy": 0.5, "eval/accuracy_se": 0.1, "eval/seconds": 0.0})  # fmt: skip
@@ -72,7 +75,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(folder: Path) -> Config:
-    return load_config(None, [f"run.dir={folder}", "train.group_size=8", "sft.batch_size=2"])
+    return load_config(None, [f"run.dir={folder}", "train.group_size=10", "sft.batch_size=2"])
 
 
 def follow(folder: Path) -> int:
@@ -94,7 +97,7 @@ def step_of_status(folder: Path) -> int:
 
 
 def steps_of_baseline(folder: Path) -> int:
-    """Trained 120 x 100 tokens, generated 120 x 6 groups x 8 x 10: 12,000 + 57,600 / 3."""
+    """Trained 120 x 100 tokens, generated (40 x 24 + 80 x 60) x 10: 12,000 + 57,600 / 3."""
     sequence = TrainSequence(np.zeros(1_000), 1, np.zeros(0), [], advantage=1.0, weight=1.0)
     return baseline_steps(config(folder), [sequence])
 

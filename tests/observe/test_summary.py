@@ -62,9 +62,11 @@ def step_row(step: int, time: float, **values: float) -> dict[str, Any]:
     return row | {name.replace("__", "/"): value for name, value in values.items()}
 
 
-def eval_row(label: str, time: float, accuracy: float, seconds: float = 2.0) -> dict[str, Any]:
+def eval_row(
+    label: str, time: float, accuracy: float, *, seconds: float = 2.0, step: int = 0
+) -> dict[str, Any]:
     return {
-        "time": time, "source": "queue", "step": 0, "label": label, "eval/accuracy": accuracy,
+        "time": time, "source": "queue", "step": step, "label": label, "eval/accuracy": accuracy,
         "eval/accuracy_se": 0.03, "eval/n": 256, "eval/seconds": seconds, "eval/format": 1.0,
     }  # fmt: skip
 
@@ -107,7 +109,7 @@ def run_rows() -> list[dict[str, Any]]:
         ),  # fmt: skip
     ]
     evaluations = [
-        eval_row("before", 102.0, 0.25), eval_row("after", 113.0, 0.5),
+        eval_row("before", 102.0, 0.25), eval_row("after", 113.0, 0.5, step=3),
         eval_row("sft_baseline", 130.0, 0.31),
     ]  # fmt: skip
     return [sft, START, FIRST_WEIGHT_SYNC, *steps, *evaluations]
@@ -333,7 +335,7 @@ def test_completions_without_a_grade_are_those_that_the_batches_and_the_evaluati
         *run_rows(), activity_row(111.0, **{"completions_dropped/ungradable": 50}),
         step_row(4, 112.0, **{"queue/completions_dropped_ungradable": 2}),
         step_row(5, 113.0, **{"queue/completions_dropped_ungradable": 3}),
-        eval_row("after", 114.0, 0.5) | {"eval/not_graded": 7} | PASS_AT_4,
+        eval_row("after", 114.0, 0.5, step=5) | {"eval/not_graded": 7} | PASS_AT_4,
     ]  # fmt: skip
     summary = summarize(rows, FACTS)
     assert summary["completions_dropped"] == {"ungradable": 5}

@@ -54,8 +54,8 @@ def test_the_mean_reward_stands_beside_accuracies_that_say_little(
     accuracy: float, further: list[dict[str, Any]], is_shown: bool
 ) -> None:
     rows = [eval_row("before", 100.0, accuracy) | {"eval/reward": 0.375}, *further,
-            eval_row("after", 103.0, accuracy) | {"eval/reward": 0.5},
-            eval_row("after.aime", 104.0, accuracy) | {"eval/reward": 0.625}]  # fmt: skip
+            eval_row("after", 103.0, accuracy, step=1) | {"eval/reward": 0.5},
+            eval_row("after.aime", 104.0, accuracy, step=1) | {"eval/reward": 0.625}]  # fmt: skip
     summary = summarize(rows, RunFacts())
     assert [found["reward"] for found in summary["evaluations"].values()] == [0.375, 0.5]
     lines = render_text(summary, RunFacts()).splitlines()[1:4]
@@ -68,6 +68,27 @@ def test_a_summary_of_an_earlier_release_has_its_accuracies() -> None:
     text = render_text(summary, FACTS)
     del summary["evaluations"]
     assert render_text(summary, FACTS) == text and "after RL          0.500" in text
+
+
+def test_an_extended_run_has_no_figures_of_its_earlier_end() -> None:
+    """It ended after step 3 with 0.5, its SFT baseline with 0.31, and then trained to step 5."""
+    ended = [*run_rows(), eval_row("after.aime", 131.0, 0.2, step=3)]
+    # The trainer may write the last step after the evaluation that follows it.
+    last = next(row for row in ended if row["step"] == 3)
+    late = summarize([*(row for row in ended if row is not last), last], FACTS)
+    assert late["accuracy_after"] == 0.5
+    extended = [*ended, step_row(4, 140.0), step_row(5, 141.0)]
+    lost = eval_row("after", 142.0, 0.0, step=5)
+    del lost["eval/accuracy"], lost["eval/accuracy_se"]
+    for rows in (extended, [*extended, lost]):
+        summary = summarize(rows, FACTS)
+        assert summary["steps"] == 5
+        for key in ("accuracy_after", "sft_baseline_accuracy", "rl_minus_sft_baseline"):
+            assert summary[key] is None
+        assert [*summary["evaluations"], *summary["evaluation_sets"]] == ["before"]
+        assert "after RL" not in render_text(summary, FACTS)
+    again = [eval_row("after", 143.0, 0.75, step=5), eval_row("sft_baseline", 150.0, 0.5)]
+    assert summarize([*extended, *again], FACTS)["rl_minus_sft_baseline"] == 0.25
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def examples() -> list[Any]:
         LogprobsDone(2**40, np.array([-0.1, -1e30], np.float32)),
         QueueState(
             6, PromptCursor(9, [9], [4], 1), 12, [UnfinishedGroup(11, "id", 1)], ["before"],
-            StageState([0, 5], [0.25]),
+            StageState([0, 5], [0.25], ["", "rollout/correct"]),
             CurriculumState(1, [(3, 4)], {"id": PromptVisits(2, 1, False)}, 0),
             [UnfinishedEvaluation("step_5.aime", 5, has_begun=True)],
         ),

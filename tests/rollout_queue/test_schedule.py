@@ -6,10 +6,13 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.queue_state import StageState
 from megatron_rl.protocol.types import RankBatch
 from megatron_rl.rollout_queue.schedule import Schedule, has_plateaued, length_rule
 
 PLATEAU = {"metric": "rollout/correct", "window": 2, "min_gain": 0.1}
+WIDE = {"window": 4}
+BOTH = {name: (4.0, 8, "mean") for name in ("rollout/correct", "rollout/format")}
 
 
 def schedule(*stages: dict[str, Any], steps: int = 20) -> Schedule:
@@ -96,6 +99,39 @@ def test_a_restored_schedule_goes_on_with_its_values_and_decisions() -> None:
     later = schedule({"plateau": PLATEAU}, {"at_step": 17})
     later.restore(two.state(), 7)
     assert later.state().first_steps == [0, 6, 17] and later.stage_at(7) == 1
+
+
+def test_a_plateau_begins_anew_when_the_stage_waited_for_something_else() -> None:
+    """Eight flat batches, saved after four; two windows take four values."""
+    now = {"plateau": PLATEAU}
+
+    def resumed(earlier: dict[str, Any], *, is_old: bool = False) -> Schedule:
+        one, two = schedule(earlier), schedule(now)
+        for step in range(4):
+            one.note_batch(RankBatch(step, 0, [], BOTH), 9)
+        state = one.state()
+        two.restore(StageState(state.first_steps, state.values) if is_old else state, 4)
+        return two
+
+    of_format = {"plateau": PLATEAU | {"metric": "rollout/format"}}
+    # 9 open groups fill three batches of 4: those of steps 4, 5 and 6.
+    assert resumed(now).first_step(1) == 7
+    for earlier in (
+        {"at_step": 15},
+        of_format,
+        of_format | {"plateau": of_format["plateau"] | WIDE},
+    ):
+        two = resumed(earlier)
+        for step in range(4, 8):
+            assert two.first_step(1) is None
+            two.note_batch(RankBatch(step, 0, [], BOTH), 0)
+        assert two.first_step(1) == 8
+    # With another window the values of the same metric count.
+    two = resumed({"plateau": PLATEAU | WIDE})
+    two.note_batch(RankBatch(4, 0, [], BOTH), 0)
+    assert two.first_step(1) == 5
+    # A checkpoint of an earlier release does not name the metric.
+    assert resumed(of_format, is_old=True).first_step(1) == 7
 
 
 def test_a_run_in_a_stage_that_the_configuration_lacks_is_refused() -> None:

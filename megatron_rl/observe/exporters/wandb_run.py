@@ -47,22 +47,27 @@ class WandbRun:
                 x_disable_meta=True,
             ),
         )
-        self._sent: dict[str, int] = dict(self._run.summary.get("sent_steps", {}))
+        self._sent_before: dict[str, float] = dict(self._run.summary.get("sent_times", {}))
+        """Time of the last row of each role that an earlier exporter process has sent."""
+        self._sent = dict(self._sent_before)
         self._sources: set[str] = set()
         self._groups: set[str] = set()
 
     def add(self, rows: list[Row]) -> None:
         """Send rows, except rows that an earlier exporter process has sent."""
         for row in rows:
-            source, step = row["source"], row["step"]
+            source, step, written_at = row["source"], row["step"], row["time"]
             values = numbers(row)
-            if not values or step < self._sent.get(source, -1):
+            # By time, because a resumed run repeats steps, whose new rows are to be sent.
+            if not values or written_at <= self._sent_before.get(source, 0.0):
                 continue
             suffix = set_suffix(row)
             sent: dict[str, Any] = {name_of(source, k) + suffix: v for k, v in values.items()}
             self._define(source, sent)
             self._run.log(sent | {f"step/{source}": step})
-            self._sent[source] = step
+            self._sent[source] = written_at
+        # Each time, because the exporter may be killed.
+        self._run.summary["sent_times"] = dict(self._sent)
 
     def _define(self, source: str, names: Iterable[str]) -> None:
         if source not in self._sources:
@@ -75,7 +80,6 @@ class WandbRun:
 
     def close(self) -> None:
         """Send remaining rows and close the W&B run."""
-        self._run.summary["sent_steps"] = self._sent
         self._run.finish()
         # wandb's service process may write the file after finish() has returned.
         wandb.teardown()

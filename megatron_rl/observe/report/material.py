@@ -102,8 +102,15 @@ def read_material(folder: Path, config: Config, name: str) -> Run:
                 run.traced.append(record)
     for row in run.steps:
         row |= _shares(sums[row["step"]])
-    run.examples = _examples(folder / FOLDER)
+    if not _was_extended(run):
+        run.examples = _examples(folder / FOLDER)
     return run
+
+
+def _was_extended(run: Run) -> bool:
+    """Whether steps were trained after the evaluation whose completions are recorded."""
+    evaluated = [row["step"] for row in run.rows if row.get("label") == "after"]
+    return bool(evaluated and run.steps) and evaluated[-1] < run.steps[-1]["step"]
 
 
 def _conversation_sums(record: Record, environment_s: float) -> dict[str, float]:

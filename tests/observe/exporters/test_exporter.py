@@ -5,6 +5,8 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -13,7 +15,8 @@ from megatron_rl.cli import main as cli
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.config.tree import Config
-from megatron_rl.observe.exporters import exporter
+from megatron_rl.launcher.run_folder import set_aside
+from megatron_rl.observe.exporters import exporter, wandb_run
 from megatron_rl.observe.exporters.exporter import Exporter
 from tests.observe.exporters.rows import row, write
 from tests.ports import free_port
@@ -92,6 +95,63 @@ def test_weights_and_biases_offline_leaves_a_folder(tmp_path: Path) -> None:
     # The same run folder stays the same run of theirs.
     first = (tmp_path / "wandb" / "megatron_rl_run_id").read_text()
     assert files.name == f"run-{first}.wandb"
+
+
+class WandbService:
+    """As online: a run keeps its rows and its summary, also if its process is killed."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, SimpleNamespace] = {}
+
+    def init(self, *, id: str, **settings: Any) -> SimpleNamespace:
+        if id not in self.runs:
+            self.runs[id] = SimpleNamespace(summary={}, rows=[])
+        run = self.runs[id]
+        run.log = run.rows.append
+        run.define_metric = lambda *names, **settings: None
+        run.finish = lambda: None
+        return run
+
+    Settings = staticmethod(lambda **settings: None)
+    teardown = staticmethod(lambda: None)
+
+    def losses(self) -> list[list[tuple[int, float]]]:
+        """(step, loss) of the trainer's rows, by run."""
+        return [
+            [(one["step/trainer"], one["train/loss"]) for one in run.rows if "train/loss" in one]
+            for run in self.runs.values()
+        ]
+
+
+def test_weights_and_biases_gets_each_row_once_and_repeated_steps_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, path = WandbService(), tmp_path / "metrics.jsonl"
+    monkeypatch.setattr(wandb_run, "wandb", service)
+    config = config_of(tmp_path, "metrics.wandb=online")
+
+    def export(*rows: dict[str, Any], is_killed: bool = False) -> None:
+        write(path, list(rows))
+        exporter = Exporter(config, tmp_path)
+        exporter.__enter__()
+        if not is_killed:
+            exporter.close()
+
+    def trainer(*steps: int, at: float, loss: float) -> list[dict[str, Any]]:
+        return [row("trainer", step, at, train__loss=loss) for step in steps]
+
+    export(*trainer(1, 2, 3, 4, at=1000.0, loss=1.0))
+    export(*trainer(5, 6, at=1000.0, loss=1.0), is_killed=True)
+    resumed = row("launch", 2, 2000.0, launch__resumed=1)
+    export(resumed, *trainer(3, 4, 5, 6, 7, at=2000.0, loss=2.0))
+    first = [(step, 1.0) for step in range(1, 7)]
+    again = [(step, 2.0) for step in range(3, 8)]
+    assert service.losses() == [first + again]
+    # An attempt without a checkpoint begins another W&B run.
+    (tmp_path / "config.toml").touch()
+    set_aside(tmp_path)
+    export(*trainer(1, 2, at=3000.0, loss=3.0))
+    assert service.losses() == [first + again, [(1, 3.0), (2, 3.0)]]
 
 
 def test_a_missing_package_is_told_before_a_run(

@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron_rl.cli import main as cli
 from megatron_rl.observe.report.material import MAX_SHOWN_CHARS
 from tests.chromium import needs_chromium, open_page
-from tests.observe.report.runs import HOSTILE, SECRET, leave_run, lines, rollout
+from tests.observe.report.runs import HOSTILE, SECRET, leave_run, lines, read, rollout, step_row
 
 
 def report(folder: Path, *more: Path) -> Path:
@@ -41,6 +41,14 @@ def test_control_characters_of_a_model_are_visible(tmp_path: Path) -> None:
     assert "a\u2400b\u241b[31mc\td\ne\u2421f\\x9bg√</pre>" in shown
     assert "NUL \u2400?" in shown
     assert not {char for char in shown if unicodedata.category(char) == "Cc"} - {"\n", "\t"}
+
+
+def test_an_extended_run_shows_no_completions_of_its_earlier_end(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "run")
+    assert len(read(folder).examples) == 2
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(lines([step_row(3, 130.0)]))
+    assert read(folder).examples == []
 
 
 class Addresses(HTMLParser):
