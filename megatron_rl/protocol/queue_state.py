@@ -39,6 +39,9 @@ class StageState(msgspec.Struct, frozen=True):
     """The first batch of each stage, as far as known."""
     values: list[float]
     """Plateau metric of the current stage, by batch."""
+    plateau_metrics: list[str] = []
+    """By stage after the first, to the one that `values` decide: the metric whose plateau begins
+    it, or "" for a stage that begins at a step. Earlier releases wrote none."""
 
 
 class PromptVisits(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.stages import StageConfig
 from megatron_rl.config.staging import name_of, resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import Metric
@@ -28,6 +29,11 @@ def has_plateaued(values: Sequence[float], *, window: int, min_gain: float) -> b
         return False
     recent, before = values[-window:], values[-2 * window : -window]
     return sum(recent) / window - sum(before) / window < min_gain
+
+
+def _metric_of(trigger: StageConfig) -> str:
+    """The metric whose plateau begins a stage; "" for one that begins at a step."""
+    return trigger.plateau.metric if trigger.plateau is not None else ""
 
 
 def length_rule(stage: Config) -> LengthRule:
@@ -113,12 +119,14 @@ class Schedule:
             log.info("batch %d is the first of %s", step, name_of(self._config, stage))
 
     def state(self) -> StageState:
-        return StageState(list(self._first_steps), list(self._values))
+        metrics = [_metric_of(trigger) for trigger in self._triggers[: len(self._first_steps)]]
+        return StageState(list(self._first_steps), list(self._values), metrics)
 
     def restore(self, state: StageState, step: int) -> None:
         """Restore the state of a step. Raises InputError for a stage that the run lacks.
 
-        Stages that have not begun follow the configuration, which may have changed.
+        Stages that have not begun follow the configuration, which may have changed: one that a
+        plateau begins keeps what was decided or measured for a plateau of the same metric alone.
         """
         begun = [first for first in state.first_steps if first <= step] or [0]
         if len(begun) > len(self.stages):
@@ -126,10 +134,13 @@ class Schedule:
                 f"the saved run was in stage {len(begun) - 1}, but this configuration has only "
                 f"{len(self._triggers)} [[stages]]: resume with the stages of the saved run"
             )
-        self._first_steps, self._values = begun, list(state.values)
-        decided = state.first_steps[len(begun) : len(begun) + 1]
-        is_next = len(begun) < len(self.stages)
-        if decided and is_next and self._triggers[len(begun) - 1].plateau is not None:
-            self._begin(decided[0])
+        self._first_steps, self._values = begun, []
+        trigger = self._triggers[len(begun) - 1] if len(begun) < len(self.stages) else None
+        saved = state.plateau_metrics[len(begun) - 1 :]
+        if trigger is not None and trigger.plateau is not None:
+            if not saved or saved[0] == trigger.plateau.metric:
+                self._values = list(state.values)
+                if decided := state.first_steps[len(begun) :]:
+                    self._begin(decided[0])
         self._extend()
         log.info("resumed in %s", name_of(self._config, self.stage_at(step)))

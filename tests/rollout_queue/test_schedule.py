@@ -98,6 +98,34 @@ def test_a_restored_schedule_goes_on_with_its_values_and_decisions() -> None:
     assert later.state().first_steps == [0, 6, 17] and later.stage_at(7) == 1
 
 
+def test_a_plateau_of_a_changed_configuration_is_judged_by_its_own_metric() -> None:
+    flat = {"plateau": PLATEAU}
+    # The saved run would have begun stage 1 at step 15 whatever was measured.
+    found = schedule(flat)
+    found.restore(schedule({"at_step": 15}).state(), 2)
+    assert found.first_step(1) is None
+    for step in range(2, 6):
+        note(found, step, 0.5)
+    assert found.first_step(1) == 6
+    # Neither values nor the decision of another metric's plateau count: 0.1 a batch is a gain.
+    other = {"plateau": PLATEAU | {"metric": "rollout/reward"}}
+    for batches, begins in ((3, None), (4, 6)):
+        saved = schedule(other)
+        for step in range(batches):
+            rewards = {"rollout/reward": (8 * 0.9, 8, "mean")}
+            saved.note_batch(RankBatch(step, 0, [], rewards), untaken=5)
+        assert saved.first_step(1) == begins
+        found = schedule(flat)
+        found.restore(saved.state(), batches)
+        for step in range(batches, batches + 6):
+            note(found, step, step / 10)
+        assert found.first_step(1) is None
+        # A plateau of the same metric keeps both.
+        same = schedule(other)
+        same.restore(saved.state(), batches)
+        assert same.state() == saved.state()
+
+
 def test_a_run_in_a_stage_that_the_configuration_lacks_is_refused() -> None:
     state = schedule({"at_step": 3}, {"at_step": 5}).state()
     with pytest.raises(InputError, match="was in stage 2, but .* only 1 .*stages"):
