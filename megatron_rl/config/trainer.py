@@ -324,7 +324,8 @@ class CheckpointConfig(Section):
     RUN/hf/step_NNNNNN; 0: only hf/final. keep_last and keep_every hold for these folders too."""
     resume: str = Field(default="auto", min_length=1)
     """Start of a run. auto: from the newest complete checkpoint of the run folder, if any;
-    never: from the beginning, in a new folder; or the path of a checkpoint."""
+    never: from the beginning, in a new folder; or the path of a checkpoint. The run begins or goes
+    back there once: the same command then resumes from the newest one of the run folder."""
     queue_timeout_s: PositiveFloat = 600.0
     """Seconds within which the queue must report its state. All earlier rollouts must be on disk
     by then, so a slow disk needs more."""

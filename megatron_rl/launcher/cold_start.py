@@ -14,7 +14,11 @@ from pathlib import Path
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.observe.choice import CHOSEN, SET, Candidate, candidates_of, choose
-from megatron_rl.protocol.checkpoint_folder import SFT_CHECKPOINTS, complete_checkpoints
+from megatron_rl.protocol.checkpoint_folder import (
+    SFT_CHECKPOINTS,
+    complete_checkpoints,
+    named_in,
+)
 from megatron_rl.protocol.exports import COLD_START, candidate_name, candidate_step
 from megatron_rl.protocol.metrics import JsonlWriter, Row, iter_jsonl
 from megatron_rl.weights.folders.staging import recover, staged
@@ -39,7 +43,7 @@ def first_model(config: Config, *, is_resumed: bool) -> Path:
     folder, resume = cold_start_folder(config), config.checkpoint.resume
     if not config.sft.steps:
         return config.model.path
-    if is_resumed and not folder.exists() and resume != "auto":
+    if is_resumed and not folder.exists() and resume not in ("auto", "never"):
         # RUN/checkpoints/step_N
         folder = Path(resume).absolute().parents[1] / "hf" / COLD_START
     if not is_resumed or folder.exists():
@@ -49,10 +53,13 @@ def first_model(config: Config, *, is_resumed: bool) -> Path:
         "sft.baseline": config.sft.baseline,
     }
     if needing := [key for key, is_used in uses.items() if is_used]:
+        named = named_in(config.run.dir)
+        is_there = resume == "auto" and named not in ("", "auto", "never")
+        again = f"give checkpoint.resume={shlex.quote(named)} again, or " if is_there else ""
         raise InputError(
             f"checkpoint.resume={resume}: {' and '.join(needing)} needs the model that the run of "
-            f"the checkpoint began with, and there is no {folder}: set model.path to that model "
-            "and sft.steps=0"
+            f"the checkpoint began with, and there is no {folder}: {again}set model.path to that "
+            "model and sft.steps=0"
         )
     # Only its shape counts.
     return config.model.path

@@ -9,7 +9,13 @@ from megatron_rl.launcher.cold_start import left_behind_text, steps_left_behind
 from megatron_rl.launcher.run_folder import CONFIG, SUMMARY, second_text
 from megatron_rl.observe.deaths import SAME_COMMAND
 from megatron_rl.observe.heartbeat import find_living
-from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, find_resume, step_of
+from megatron_rl.protocol.checkpoint_folder import (
+    CHECKPOINTS,
+    find_resume,
+    has_begun,
+    is_checkpoint_of,
+    step_of,
+)
 
 
 def last_words(config: Config, nodes: int = 0) -> str:
@@ -29,24 +35,28 @@ def last_words(config: Config, nodes: int = 0) -> str:
     if nodes:
         node = f"megatron-rl node {run_dir} --nodes {nodes} --node N"
         command = f"Run `megatron-rl prepare` again, then `{node}` on each node: that"
-    began_at, place = _other_checkpoint(config), config.checkpoint
-    if began_at is not None:
-        # The folder holds a run now, and is refused with a checkpoint of another one.
+    place, named = config.checkpoint, Path(config.checkpoint.resume)
+    is_named = place.resume not in ("auto", "never")
+    is_others = is_named and not is_checkpoint_of(named, run_dir / CHECKPOINTS)
+    is_refused = is_others and not has_begun(place, run_dir)
+    # The folder holds a run now, and is refused with "never" and with where another one begins.
+    if is_refused or place.resume == "never":
         place = place.model_copy(update={"resume": "auto"})
         command += " without checkpoint.resume"
     try:
         checkpoint = find_resume(place, run_dir)
     except InputError as error:
         return str(error)
-    if checkpoint is not None:
+    if checkpoint is not None and is_checkpoint_of(checkpoint, run_dir / CHECKPOINTS):
         step = f"step {step_of(checkpoint)} of {config.train.steps}"
         return f"{command} resumes the run after {step}, from {checkpoint}."
     every = config.checkpoint.every_steps
     why = f"no checkpoint is complete yet (checkpoint.every_steps={every})"
     if not every:
         why = "no checkpoints are made (checkpoint.every_steps=0)"
-    if began_at is not None:
-        return f"Nothing is saved: {why}. Another folder (run.dir) begins at {began_at} again."
+    if is_others:
+        again = "Another folder (run.dir)" if is_refused else command
+        return f"Nothing is saved: {why}. {again} begins at {named} again."
     steps = steps_left_behind(config)
     if steps < config.sft.steps:
         every = config.sft.checkpoint_every_steps
@@ -56,13 +66,6 @@ def last_words(config: Config, nodes: int = 0) -> str:
         f"{saved if steps else 'Nothing is saved'}: {why}. {command} starts the run again"
         f"{left_behind_text(config, steps)}."
     )
-
-
-def _other_checkpoint(config: Config) -> Path | None:
-    """The checkpoint of another run that the configuration names."""
-    named = Path(config.checkpoint.resume)
-    is_own = named.parent.resolve() == (config.run.dir / CHECKPOINTS).resolve()
-    return None if config.checkpoint.resume in ("auto", "never") or is_own else named
 
 
 def is_evaluation(config: Config) -> bool:

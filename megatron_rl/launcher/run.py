@@ -104,7 +104,7 @@ def begin(
         log.warning("%s", text)
         say(console, f"warning: {text}")
     if is_resumed:
-        text = _resumption_text(config, resumed, why_not, continues=continues)
+        text = _resumption_text(config, beginning, why_not, continues=continues)
         for line in (text, *changed):
             log.info("%s", line)
             say(console, line)
@@ -121,10 +121,15 @@ def begin_anew(config: Config) -> str:
     )
 
 
-def _resumption_text(config: Config, resumed: Path | None, why_not: str, *, continues: bool) -> str:
+def _resumption_text(config: Config, beginning: Beginning, why_not: str, *, continues: bool) -> str:
     step, source = 0, "the beginning, because no checkpoint is complete yet"
-    if resumed is not None:
-        step, source = step_of(resumed), str(resumed)
+    if beginning.checkpoint is not None:
+        step, source = step_of(beginning.checkpoint), str(beginning.checkpoint)
+        named = config.checkpoint.resume
+        if named != "auto" and Path(named).resolve() != beginning.checkpoint.resolve():
+            source += f", its newest one since it began at {named} (checkpoint.resume)"
+    if (end := beginning.ended_after) > step:
+        source += f". The run had ended after step {end} and takes the later steps again"
     kept = "What was generated but not trained on is generated again"
     if why_not:
         kept += f", because the queue's ledger is not continued: {why_not}"

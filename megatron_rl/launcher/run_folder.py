@@ -29,14 +29,17 @@ from megatron_rl.launcher.cold_start import (
     steps_left_behind,
 )
 from megatron_rl.launcher.stopped import kill_left_stopped
-from megatron_rl.observe.facts import kept_config_name
+from megatron_rl.observe.facts import KEPT_CONFIGS, kept_config_name, steps_at_end
 from megatron_rl.observe.heartbeat import ALIVE, Heartbeat, find_living
 from megatron_rl.protocol.checkpoint_folder import (
     CHECKPOINTS,
     SFT_CHECKPOINTS,
     damaged,
     find_resume,
+    has_begun,
+    is_checkpoint_of,
     passed_over,
+    set_aside_later,
     step_of,
 )
 from megatron_rl.protocol.failure import FAILURES
@@ -67,6 +70,8 @@ class Beginning:
     """The complete checkpoint to resume from; None: start from the beginning."""
     is_again: bool = False
     """The folder holds an earlier part or attempt of the run."""
+    ended_after: int = 0
+    """Last step of a run that had ended and now takes more; 0: it had not ended."""
 
 
 def check_run_folder(config: Config) -> Beginning:
@@ -87,46 +92,64 @@ def check_run_folder(config: Config) -> Beginning:
 
 
 def _check_resumption(config: Config) -> Beginning:
-    run_dir = config.run.dir
+    run_dir, resume = config.run.dir, config.checkpoint.resume
+    if resume == "never":
+        raise _overwrites(config, None, 'checkpoint.resume is "never"')
     found = find_resume(config.checkpoint, run_dir)
-    has_ended = (run_dir / SUMMARY).exists()
-    if found is None and config.checkpoint.resume == "auto":
-        if has_ended:
-            raise InputError(
-                f"the run in {run_dir} has ended without a checkpoint to resume from "
-                f"(checkpoint.every_steps). {_OTHER_FOLDER}"
-            )
-        if faults := damaged(run_dir / CHECKPOINTS):
-            raise InputError(
-                f"every checkpoint of the run in {run_dir} is damaged: {'; '.join(faults)}. The "
-                "run does not start again from step 0 by itself: put the files back, or move these "
-                "folders away to start again"
-            )
-        if (earlier := earlier_config(run_dir)) is not None:
-            _check_same_command(config, earlier)
-            return Beginning(None, is_again=True)
-    if found is None or found.resolve().parent != (run_dir / CHECKPOINTS).resolve():
-        why = {
-            "auto": f"it has no complete checkpoint to resume from{_damage_of(run_dir / CONFIG)}",
-            "never": 'checkpoint.resume is "never"',
-        }.get(config.checkpoint.resume, "checkpoint.resume names a checkpoint of another folder")
-        raise InputError(
-            f"{run_dir} already holds a run (it has a {CONFIG}), and {why}; runs are never "
-            "overwritten: name another folder with --run-dir DIR (or run.dir=DIR)"
-            + "".join(f". {text}" for text in checkpoints_passed_over(config, found))
-        )
+    repeats = has_begun(config.checkpoint, run_dir)
+    if found is None or not is_checkpoint_of(found, run_dir / CHECKPOINTS):
+        if repeats:
+            return _check_repetition(config, found)
+        raise _overwrites(config, found, "checkpoint.resume names a checkpoint of another folder")
     _check_model(config)
-    step = step_of(found)
-    if step >= config.train.steps and has_ended:
-        raise InputError(
-            f"the run in {run_dir} has ended: it is complete after step {step}. {_OTHER_FOLDER}, "
-            f"or give a train.steps above {step} to train on"
-        )
+    first_model(config, is_resumed=True)
+    step, ended_after = step_of(found), 0
+    if (run_dir / SUMMARY).exists():
+        ended_after = max(step, steps_at_end(run_dir))
+        # A command that goes back to an older checkpoint asks to take the later steps again.
+        if config.train.steps <= (ended_after if repeats else step):
+            raise InputError(
+                f"the run in {run_dir} has ended: it is complete after step {ended_after}. "
+                f"{_OTHER_FOLDER}, or give a train.steps above {ended_after} to train on"
+            )
     if step > config.train.steps:
         raise InputError(
             f"{found} is after step {step}, beyond train.steps={config.train.steps}: raise it"
         )
-    return Beginning(found, is_again=True)
+    return Beginning(found, is_again=True, ended_after=ended_after)
+
+
+def _check_repetition(config: Config, begun_at: Path | None) -> Beginning:
+    """Where a run without a complete checkpoint of its own begins again.
+
+    begun_at: a checkpoint of another run. Raises InputError unless the command is the same.
+    """
+    run_dir = config.run.dir
+    if (run_dir / SUMMARY).exists():
+        raise InputError(
+            f"the run in {run_dir} has ended without a checkpoint to resume from "
+            f"(checkpoint.every_steps). {_OTHER_FOLDER}"
+        )
+    if faults := damaged(run_dir / CHECKPOINTS):
+        raise InputError(
+            f"every checkpoint of the run in {run_dir} is damaged: {'; '.join(faults)}. The "
+            "run does not start again from its beginning by itself: put the files back, or move "
+            "these folders away to start again"
+        )
+    if (earlier := earlier_config(run_dir)) is None:
+        why = f"it has no complete checkpoint to resume from{_damage_of(run_dir / CONFIG)}"
+        raise _overwrites(config, None, why)
+    _check_same_command(config, earlier)
+    return Beginning(begun_at, is_again=True)
+
+
+def _overwrites(config: Config, found: Path | None, why: str) -> InputError:
+    """The error of a command whose run would overwrite that in the folder."""
+    return InputError(
+        f"{config.run.dir} already holds a run (it has a {CONFIG}), and {why}; runs are never "
+        "overwritten: name another folder with --run-dir DIR (or run.dir=DIR)"
+        + "".join(f". {text}" for text in checkpoints_passed_over(config, found))
+    )
 
 
 def checkpoints_passed_over(config: Config, resumed: Path | None) -> list[str]:
@@ -137,7 +160,7 @@ def checkpoints_passed_over(config: Config, resumed: Path | None) -> list[str]:
     run_dir = config.run.dir
     folder = run_dir / CHECKPOINTS
     if resumed is not None:
-        is_own = resumed.resolve().parent == folder.resolve()
+        is_own = is_checkpoint_of(resumed, folder)
         return passed_over(folder, step_of(resumed)) if is_own else []
     found = passed_over(folder, -1)
     if (steps := steps_left_behind(config)) < config.sft.steps:
@@ -150,11 +173,15 @@ def _check_same_command(config: Config, earlier: Config) -> None:
     # Both were resolved at its start.
     run = earlier.run.model_copy(update={"dir": config.run.dir})
     earlier = earlier.model_copy(update={"run": run, "ports": config.ports})
+    how = ""
+    # Both begin at step 0, and a folder that holds a run is refused with "never".
+    if earlier.checkpoint.resume == "never":
+        earlier, how = earlier.replaced(checkpoint={"resume": "auto"}), " without checkpoint.resume"
     if changed := changed_keys(earlier, config):
         raise InputError(
             f"{run.dir} already holds a run (it has a {CONFIG}) with other values of "
             f"{first_of(changed)}, and no complete checkpoint to resume from with new ones. The "
-            f"command with the values of {run.dir / CONFIG} starts it again"
+            f"command with the values of {run.dir / CONFIG}{how} starts it again"
             f"{left_behind_text(earlier, steps_left_behind(earlier))}. {_OTHER_FOLDER}"
             f"{reuse_text(earlier)}"
         )
@@ -215,8 +242,11 @@ def set_aside(run_dir: Path, sft_steps: int = 0) -> Path:
         write_whole(metrics, rows_of_cold_start(iter_jsonl(metrics), sft_steps))
     elif metrics.exists():
         metrics.rename(folder / metrics.name)
-    # The configuration goes last: if this launcher is killed, the next one does this again.
-    for name in ("rollouts", "hf", "skipped", "wandb", CONFIG):
+    # It stays until the new one replaces it: no other command may take what is left of this one.
+    if (run_dir / CONFIG).exists():
+        write_whole(folder / CONFIG, (run_dir / CONFIG).read_text(), is_private=True)
+    kept = sorted(path.name for path in run_dir.glob(KEPT_CONFIGS))
+    for name in ("rollouts", "hf", "skipped", "wandb", *kept):
         if sft_steps and (run_dir / name).is_dir():
             _move_but_cold_start(run_dir / name, folder / name)
         elif (run_dir / name).exists():
@@ -323,12 +353,16 @@ def write_config(config: Config, resumed: Path | None, *, continues: bool = Fals
     continues: the start continues the queue's ledger, so only ports and label are new.
     """
     path = config.run.dir / CONFIG
-    if resumed is not None and path.exists() and not continues:
+    is_own = resumed is not None and is_checkpoint_of(resumed, config.run.dir / CHECKPOINTS)
+    if resumed is not None and is_own and path.exists() and not continues:
         kept = path.with_name(kept_config_name(step_of(resumed)))
         # Copied: the folder of a launcher that is killed here has its configuration. Resumed from
         # the same step again, the steps of the present configuration are gone.
         if not kept.exists():
             write_whole(kept, path.read_text(), is_private=True)
+    if config.train.steps and not continues:
+        # Without the steps that the row below supersedes, nothing may resume from these again.
+        set_aside_later(config.run.dir / CHECKPOINTS, resumed)
     # It holds the label, by which the sockets know the run's processes.
     write_whole(path, dump_toml(config), is_private=True)
     if resumed is None and not continues:

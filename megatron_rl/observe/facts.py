@@ -18,9 +18,11 @@ from megatron_rl.config.tree import Config
 from megatron_rl.observe.summary import RunFacts
 from megatron_rl.protocol.exports import COLD_START, FINAL
 from megatron_rl.protocol.line_errors import decode_lines
-from megatron_rl.protocol.metrics import CONTINUED, RESUMED, iter_jsonl
+from megatron_rl.protocol.metrics import CONTINUED, RESUMED, iter_jsonl, step_before
 
 _CONFIG = "config.toml"
+KEPT_CONFIGS = "config.until_step_*.toml"
+"""Pattern of the configurations that are kept."""
 SAMPLED_STEPS = 10
 """Most steps to read at each end of a run, whose rollouts may have gigabytes."""
 
@@ -54,7 +56,7 @@ def run_facts(config: Config, run_dir: Path, wall_s: dict[str, float]) -> RunFac
 
 def kept_config_name(step: int) -> str:
     """File of the configuration before the first resume after a step."""
-    return f"config.until_step_{step:06d}.toml"
+    return KEPT_CONFIGS.replace("*", f"{step:06d}")
 
 
 _Part = tuple[int, int | None, Path | None]
@@ -118,6 +120,13 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InputError(f"{path} is no summary of a run: it holds {found!r:.40}; {fix}")
     return found
+
+
+def steps_at_end(run_dir: Path) -> int:
+    """The step after which a run with a summary has ended. Raises InputError for a damaged one."""
+    # The summary counts the steps of this folder.
+    steps: int = read_summary(run_dir).get("steps", 0)
+    return steps + step_before(iter_jsonl(run_dir / "metrics.jsonl"))
 
 
 def sampled_accuracy(rollouts: Path) -> tuple[float | None, float | None]:

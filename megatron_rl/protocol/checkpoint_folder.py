@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import time
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -35,6 +36,7 @@ COMPLETE = "COMPLETE"
 QUEUE_STATE = "queue.json"
 SFT_STATE = "sft.json"
 PARTIAL = ".partial"
+_CONFIG = "config.toml"
 _DISCARDED = ".discarded"
 _SET_ASIDE = ".set-aside"
 _NAME = re.compile(r"step_(\d{6,})")
@@ -156,11 +158,17 @@ def steps_by_name(folder: Path) -> list[int]:
 def find_resume(
     cfg: CheckpointConfig, run_dir: Path, folder_in_run: str = CHECKPOINTS
 ) -> Path | None:
-    """The checkpoint from which a run resumes; None to begin at the start. Raises InputError."""
-    if cfg.resume == "never":
+    """The checkpoint from which a run resumes; None to begin at the start. Raises InputError.
+
+    A run that has begun where `checkpoint.resume` says resumes from its newest one: when its
+    command is repeated, and when one of its processes is restarted.
+    """
+    if has_begun(cfg, run_dir):
+        own = complete_checkpoints(run_dir / folder_in_run).values()
+        if (newest := next(reversed(own), None)) is not None:
+            return newest
+    if cfg.resume in ("auto", "never"):
         return None
-    if cfg.resume == "auto":
-        return next(reversed(complete_checkpoints(run_dir / folder_in_run).values()), None)
     folder = Path(cfg.resume)
     mark = read_complete_mark(folder)
     if mark is None:
@@ -176,6 +184,30 @@ def find_resume(
             "run, or set model.path to the folder of an exported model"
         )
     return folder
+
+
+def has_begun(cfg: CheckpointConfig, run_dir: Path) -> bool:
+    """Whether the run in the folder began, or last went back, to where `checkpoint.resume` says.
+
+    The launcher has written RUN/config.toml before any other process starts. Always for "auto".
+    """
+    if cfg.resume == "auto":
+        return True
+    there = named_in(run_dir)
+    return there != "" and Path(there).resolve() == Path(cfg.resume).resolve()
+
+
+def named_in(run_dir: Path) -> str:
+    """`checkpoint.resume` of RUN/config.toml; "" without a readable one.
+
+    Not checked as a configuration, because another release may have written the other keys.
+    """
+    try:
+        saved = tomllib.loads((run_dir / _CONFIG).read_text())
+    # TOML's errors and those of UTF-8 are ValueErrors.
+    except (FileNotFoundError, ValueError):
+        return ""
+    return str(saved.get("checkpoint", {}).get("resume", "auto"))
 
 
 def read_queue_state(folder: Path, name: str = QUEUE_STATE) -> QueueState:
@@ -239,6 +271,26 @@ def clear_after(folder: Path, step: int) -> None:
     for path in list(folder.iterdir()) if folder.is_dir() else ():
         if path.name.endswith((PARTIAL, _DISCARDED)):
             shutil.rmtree(path)
+    _set_aside_after(folder, step)
+
+
+def set_aside_later(folder: Path, resumed: Path | None) -> None:
+    """Rename the complete checkpoints that a run which resumes from `resumed` does not know.
+
+    They are of later steps, or all if `resumed` is no checkpoint of the folder.
+    """
+    step = -1
+    if resumed is not None and is_checkpoint_of(resumed, folder):
+        step = step_of(resumed)
+    _set_aside_after(folder, step)
+
+
+def is_checkpoint_of(checkpoint: Path, folder: Path) -> bool:
+    """Whether the checkpoint lies in a folder of checkpoints."""
+    return checkpoint.resolve().parent == folder.resolve()
+
+
+def _set_aside_after(folder: Path, step: int) -> None:
     for later, path in complete_checkpoints(folder).items():
         if later > step:
             path.rename(path.with_name(f"{path.name}{_SET_ASIDE}-{time.time_ns()}"))

@@ -230,9 +230,9 @@ def main(
 ) -> None:
     """Load the prompts, open the endpoints, serve."""
     dropped = read_dropped(config.run.dir)
-    resumed = find_resume(config.checkpoint, config.run.dir)
     trains = config.train.steps > 0 and not evaluate_only
-    state = read_queue_state(resumed) if resumed is not None and trains else None
+    resumed = find_resume(config.checkpoint, config.run.dir) if trains else None
+    state = read_queue_state(resumed) if resumed is not None else None
     prompts = prompts_of_run(config, dropped, cursor=state.cursor if state else None)
     log.info("%s", prompts.describe())
     with ExitStack() as stack:

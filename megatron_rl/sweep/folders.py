@@ -13,9 +13,8 @@ from megatron_rl.config.layers import leaves
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run_folder import CONFIG, SUMMARY
-from megatron_rl.observe.facts import read_summary
+from megatron_rl.observe.facts import steps_at_end
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, complete_checkpoints
-from megatron_rl.protocol.metrics import iter_jsonl, step_before
 from megatron_rl.sweep.plan import PlannedRun
 
 FAILURE = "sweep_failure.txt"
@@ -46,10 +45,8 @@ def _has_ended(run: PlannedRun) -> bool:
     folder = run.run_dir
     if not (folder / CONFIG).exists() or not (folder / SUMMARY).exists():
         return False
-    # The summary counts the steps of this folder.
-    steps: int = read_summary(folder)["steps"] + step_before(iter_jsonl(folder / "metrics.jsonl"))
     config = pin_revisions(run.config) if run.config.train.epochs else run.config
-    return steps >= config.train.steps
+    return steps_at_end(folder) >= config.train.steps
 
 
 def failure_of(run: PlannedRun) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -173,7 +174,7 @@ def test_a_finished_cold_start_is_kept_with_what_is_known_of_it(run_dir: Path) -
     assert [row["step"] for row in rows if row["source"] == "sft"] == list(range(1, 10))
     assert [row.get("label", row.get(CHOSEN)) for row in rows[9:]] == ["cold_start_step_3", 3]
     assert len(read_jsonl(aside / "metrics.jsonl")) == 13
-    assert not (run_dir / "config.toml").exists() and (aside / "config.toml").exists()
+    assert (run_dir / "config.toml").exists() and (aside / "config.toml").exists()
     assert not is_due(cfg, is_resumed=False)
     assert first_model(cfg, is_resumed=False) == run_dir / "hf" / "cold_start"
     # Killed once more: the rows of the cold start stay.
@@ -199,6 +200,15 @@ def test_a_run_at_the_checkpoint_of_another_one_begins_with_its_cold_start(
     model = make_model(run_dir, "cold_start")
     assert first_model(cfg, is_resumed=True) == model
     assert check_run_folder(cfg).checkpoint == run_dir / CHECKPOINTS / "step_000004"
+    # Without the key its model is not found, which is said before the folder changes.
+    (tmp_path / "new" / CHECKPOINTS).mkdir(parents=True)
+    shutil.copytree(
+        run_dir / CHECKPOINTS / "step_000004", tmp_path / "new" / CHECKPOINTS / "step_000004"
+    )
+    (tmp_path / "new" / "config.toml").write_text(dump_toml(cfg))
+    assert check_run_folder(cfg).checkpoint == tmp_path / "new" / CHECKPOINTS / "step_000004"
+    with pytest.raises(InputError, match="give checkpoint.resume=.*/step_000004 again, or set"):
+        check_run_folder(config(tmp_path / "new", given[1]))
 
 
 def test_a_cold_start_that_was_cut_off_goes_on_at_its_newest_checkpoint(run_dir: Path) -> None:
@@ -219,7 +229,7 @@ def test_without_a_checkpoint_everything_is_set_aside(run_dir: Path) -> None:
     make_model(run_dir, "cold_start_step_3")
     cfg = config(run_dir, "sft.export_every_steps=3")
     assert "starts again; the attempt" in begin_anew(cfg)
-    assert names(run_dir) == {"attempt_1"}
+    assert names(run_dir) == {"attempt_1", "config.toml"}
     assert {"hf", "rollouts", "metrics.jsonl"} < names(run_dir / "attempt_1")
 
 

@@ -246,7 +246,7 @@ def test_the_same_command_begins_anew_after_an_attempt_without_a_checkpoint(run_
         "config.toml", "hf", "metrics.jsonl", "rollouts",
     }  # fmt: skip
     assert (aside / "hf" / "cold_start").is_dir() and (run_dir / "tasks").is_dir()
-    assert check_run_folder(given) == Beginning(None)
+    assert check_run_folder(given) == Beginning(None, is_again=True)
     (run_dir / "rollouts").mkdir()
     assert set_aside(run_dir) == run_dir / "attempt_2"
 

@@ -1,6 +1,7 @@
 """What run folders say, and when they contradict the sweep."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml
 from megatron_rl.config.tree import PortsConfig
+from megatron_rl.launcher.run_folder import Beginning, check_run_folder
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, seal
 from megatron_rl.protocol.metrics import RESUMED
 from megatron_rl.sweep.folders import FAILURE, State, check_folders, state_of
@@ -100,6 +102,25 @@ def test_more_steps_are_no_contradiction_where_a_checkpoint_is(tmp_path: Path) -
     check_folders(longer)
     with pytest.raises(InputError, match="train.steps was 3, is 2"):
         check_folders(plan_of(tmp_path, SWEEP, "train.steps=2").runs)
+
+
+def test_a_run_that_begins_at_the_checkpoint_of_the_base_is_taken_up_again(tmp_path: Path) -> None:
+    partial = tmp_path / "other" / CHECKPOINTS / "step.partial"
+    partial.mkdir(parents=True)
+    (partial / "queue.json").write_text("{}")
+    other = seal(partial, 1, {})
+    runs = plan_of(tmp_path, SWEEP, f"checkpoint.resume={other}").runs
+    run = runs[0]
+    assert check_run_folder(run.config) == Beginning(other)
+    save_config(run)
+    assert state_of(run) is State.STARTED
+    check_folders(runs)
+    # The sweep repeats the command, which begins there again until the run has a checkpoint.
+    assert check_run_folder(run.config) == Beginning(other, is_again=True)
+    shutil.copytree(other, run.run_dir / CHECKPOINTS / other.name)
+    shutil.rmtree(tmp_path / "other")
+    own = run.run_dir / CHECKPOINTS / other.name
+    assert check_run_folder(run.config) == Beginning(own, is_again=True)
 
 
 def test_absolute_and_relative_paths_are_the_same_place(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from megatron_rl.protocol.exports import EXPORTS, step_exports, step_name
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.stop_request import is_stop_requested
-from megatron_rl.protocol.stored_batches import BATCHES, stored_steps, write_state
+from megatron_rl.protocol.stored_batches import BATCHES, write_state
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.trainer.checkpoint.background_save import (
     BackgroundSave,
@@ -108,7 +108,8 @@ class Checkpoints:
         """
         found = ""
         if self._control.rank == 0:
-            found = str(self._find() or "")
+            place = self._place.folder
+            found = str(checkpoint_folder.find_resume(self._cfg, self._run_dir, place) or "")
         found = self._control.share(found, str)
         step = 0
         if found:
@@ -123,16 +124,6 @@ class Checkpoints:
             if self.export is not None:
                 self._discard_exports(lambda found: [later for later in found if later > step])
         return step
-
-    def _find(self) -> Path | None:
-        found = checkpoint_folder.find_resume(self._cfg, self._run_dir, self._place.folder)
-        first = checkpoint_folder.step_of(found) if found is not None else 0
-        # A launcher whose queue does not continue its ledger has removed the batches after `first`.
-        stored = stored_steps(self._run_dir / BATCHES) if self._place == OF_RUN else []
-        if any(step >= first for step in stored):
-            newest = checkpoint_folder.complete_checkpoints(self._folder).values()
-            return next(reversed(newest), found)
-        return found
 
     @span("checkpoint")
     def save_if_due(self, step: int, trainer: Trainer) -> None:
@@ -279,7 +270,7 @@ class Checkpoints:
         found = checkpoint_folder.complete_checkpoints(self._folder)
         named = Path(self._cfg.resume).resolve()
         for step in self._superfluous(found):
-            # The configuration still names it, and a restarted role looks for it there.
+            # Its user went back to it, and may do so again.
             if found[step].resolve() != named:
                 checkpoint_folder.discard(found[step])
 
