@@ -142,7 +142,8 @@ async def _answer(
 ) -> None:  # fmt: skip
     """Run calls in order; add their results to the chat and to `done`."""
     for call in calls:
-        result = await _call(call, tools)
+        # The policy can spell half of a surrogate pair, which no message can hold.
+        result = (await _call(call, tools)).encode(errors="backslashreplace").decode()
         if len(result) > max_chars:
             result = f"{result[:max_chars]}\n[{len(result) - max_chars} more characters]"
         chat.add("tool", result, name=call.name, call_id=call.id)

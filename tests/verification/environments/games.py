@@ -134,7 +134,7 @@ class Shop:
 
     def leave(self) -> None:
         """Leave the shop."""
-        sys.exit("left")
+        sys.exit("left \ud83d")  # Half of a surrogate pair, as a policy may spell it.
 
 
 async def _count(prompt, run):  # noqa: ANN001, ANN202

@@ -156,7 +156,7 @@ def test_a_class_of_tools_takes_columns_and_opens_with_its_observation(
 def test_a_tool_that_exits_is_told_to_the_policy(games: Running) -> None:
     async def leave(say: Say) -> Reply:
         if say.messages[-1]["role"] == "tool":
-            assert say.messages[-1]["content"] == "Error: SystemExit: left"
+            assert say.messages[-1]["content"] == "Error: SystemExit: left \\ud83d"
             return Reply("done", "done")
         return Reply("", "", calls=[Call("leave", {})])
 
