@@ -14,6 +14,7 @@ from rich.console import Console
 from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import Json, RunFolder
 from megatron_rl.cli.command_line.printing import say
+from megatron_rl.config.errors import printable_lines
 from megatron_rl.config.files import load_run
 from megatron_rl.config.tree import Config
 from megatron_rl.evaluation.runs.results import RESULTS
@@ -225,7 +226,7 @@ def describe(status: Status) -> list[str]:
         parts = ", ".join(f"{reason} {count}" for reason, count in sorted(status.dropped.items()))
         lines.append(f"groups dropped: {parts}")
     if status.error:
-        lines.append(f"cause: {status.error}")
+        lines.append(printable_lines(f"cause: {status.error}"))
     if status.rerun:
         lines.append(status.rerun)
     return lines

@@ -7,3 +7,9 @@ class InputError(ValueError):
 
 class ConfigError(ValueError):
     """Wrong configuration; the text has the given value and the fix."""
+
+
+def printable_lines(text: str) -> str:
+    """The lines of a text that may quote a file, with blanks for what could control a terminal."""
+    lines = text.split("\n")
+    return "\n".join("".join(c if c.isprintable() else " " for c in line) for line in lines)

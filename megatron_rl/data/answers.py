@@ -43,7 +43,7 @@ def texts_of_list(text: str) -> list[str] | None:
         is_number = item[3] is not None
         has_text |= not is_number
         written = item[1] if item[1] is not None else item[2]
-        found.append(item[3] if is_number else _ESCAPE.sub(_unescaped, written))
+        found.append(item[3] if is_number else _with_pairs(_ESCAPE.sub(_unescaped, written)))
         place = item.end()
     return found if has_text or not found else None
 
@@ -53,6 +53,11 @@ def _unescaped(escape: re.Match[str]) -> str:
     if escape[1]:
         return chr(int(escape[1], 16))
     return escape[2] or _SPACES[escape[0]]
+
+
+def _with_pairs(text: str) -> str:
+    r"""The text, in which a surrogate pair, as JSON spells an emoji, is one character."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
 
 
 def accepted_answers(value: Any, *, reads_text: bool, is_math: bool) -> list[str]:

@@ -18,7 +18,7 @@ from megatron_rl.config.reward import CODE
 from megatron_rl.config.tree import PromptSource
 from megatron_rl.data.answers import accepted_answers, has_placeholder, is_placeholder, read_rate
 from megatron_rl.data.messages import plain_turns, refuse_tools
-from megatron_rl.protocol.line_errors import json_fault, text_lines
+from megatron_rl.protocol.line_errors import half_pair_fault, json_fault, text_lines
 from megatron_rl.protocol.prompt import NotText
 from megatron_rl.protocol.types import ChatMessage, Prompt
 
@@ -138,6 +138,7 @@ def _parse_line(text: str, path: Path, number: int, task: str) -> PromptLine:
         prompt = make_prompt(values, place, name=f"{path.stem}:{number}", task=task)
     except BadLine as error:
         raise with_columns(error, values, place) from error
+    refuse_half_pairs(prompt, place)
     return PromptLine({key: raw.copy() for key, raw in fields.items()}, prompt)
 
 
@@ -161,6 +162,14 @@ def make_prompt(fields: dict[str, Any], place: str, *, name: str, task: str) -> 
         reason = "no_answer" if has_none else "malformed"
         raise BadLine(f"{place}: {error}; {_EXPECTED}", reason) from error
     return _prompt_of(line, place, name=name, task=task)
+
+
+def refuse_half_pairs(prompt: Prompt, place: str) -> None:
+    """Raise BadLine for a prompt with half of a surrogate pair, which no message can hold."""
+    try:
+        msgspec.json.encode(prompt)
+    except UnicodeEncodeError as error:
+        raise BadLine(f"{place}: {half_pair_fault(error.object[error.start])}") from error
 
 
 def _plain_questions(fields: Mapping[str, Any]) -> dict[str, Any]:

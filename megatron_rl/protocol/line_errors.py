@@ -33,7 +33,12 @@ def json_fault(line: str, error: Exception) -> str:
         return str(error)
     if found is None:
         return str(error)
-    return f"it holds half of a surrogate pair (\\u{ord(found[0]):04x}), which is no character"
+    return half_pair_fault(found[0])
+
+
+def half_pair_fault(half: str) -> str:
+    """What is wrong with a text that holds this surrogate alone."""
+    return f"it holds half of a surrogate pair (\\u{ord(half):04x}), which is no character"
 
 
 def text_lines(path: Path, *, holds: str = "", hint: str = "") -> list[tuple[int, str]]:

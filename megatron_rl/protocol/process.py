@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_rl.config.errors import ConfigError, InputError
+from megatron_rl.config.errors import ConfigError, InputError, printable_lines
 from megatron_rl.protocol.background import handle_in_background
 from megatron_rl.protocol.failure import write_failure
 from megatron_rl.protocol.frames import WireError
@@ -186,7 +186,7 @@ def run_main(role: str, main: Callable[[], None]) -> int:
         log.info("ended by signal %d", stop.code - 128)
         return stop.code
     except (ConfigError, InputError, WireError, DeadlineExceeded, TrainingStopped) as error:
-        log.error("%s", error)
+        log.error("%s", printable_lines(str(error)))
         return _explain(error)[0]
     return 0
 

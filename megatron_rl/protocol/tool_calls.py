@@ -116,26 +116,34 @@ class ToolCallParser:
         calls: list[ToolCall] = []
         faults: list[str] = []
         place = self._take_thought(text, 0, thoughts) if self.is_opened else 0
+        call: re.Match[str] | None = None
+        may_follow, is_blank = bool(tools), True
         while place < len(text):
             thought = text.find(self._tags.open, place) if self._tags else -1
-            call = self._next_call(text, place, content) if tools else None
+            # Not once a thought: the time for many thoughts would grow with their square.
+            if may_follow and (call is None or call.start() < place):
+                call = self._next_call(text, place, is_blank=is_blank)
+                may_follow = call is not None or not self.form.opening
             if thought >= 0 and not (call and call.start() < thought):
                 content.append(text[place:thought])
+                is_blank = is_blank and not content[-1].strip()
                 place = self._take_thought(text, thought, thoughts)
                 continue
             content.append(text[place : call.start() if call else len(text)])
-            if not call:
-                break
-            if _are_too_many(calls, faults):
+            is_blank = is_blank and not content[-1].strip()
+            if not call or _are_too_many(calls, faults):
                 break
             place = self._take_call(text, call.end(), tools, calls, faults)
         return ParsedReply("\n".join(thoughts), "".join(content).strip(), calls, faults)
 
-    def _next_call(self, text: str, place: int, content: list[str]) -> re.Match[str] | None:
-        """Where the next call begins; without an opening, the call is all that is not a thought."""
+    def _next_call(self, text: str, place: int, *, is_blank: bool) -> re.Match[str] | None:
+        """Where the next call begins; without an opening, the call is all that is not a thought.
+
+        is_blank: nothing but thoughts was said before.
+        """
         if self.form.opening:
             return self._starts.search(text, place)
-        return None if "".join(content).strip() else self._starts.match(text, place)
+        return self._starts.match(text, place) if is_blank else None
 
     def _parse_channels(self, text: str, tools: Sequence[Tool]) -> ParsedReply:
         content: list[str] = []
@@ -171,6 +179,9 @@ class ToolCallParser:
         if isinstance(self.form, TaggedForm) and self.form.behind_key:
             written = [_typed(one, tools) for one in written]
         for one in written:
+            # One list or section may hold any number.
+            if _are_too_many(calls, faults):
+                return len(text)
             fault = _find_fault(one, calls, tools)
             if fault:
                 faults.append(fault)

@@ -58,6 +58,11 @@ def test_engines_and_verifiers_are_counted_and_missing_ones_named() -> None:
     assert of_rows([row | {"time": 7.0}], CONFIG, state="stopped", now=11.0).peers == ""
 
 
+def test_a_cause_cannot_control_the_terminal() -> None:
+    said = describe(Status("stopped", 0, 0, error="a\x1b[31m\n  b\x07"))
+    assert said == ["stopped", "cause: a [31m\n  b "]
+
+
 def evaluating(at: float, done: int) -> dict[str, Any]:
     return {
         "time": at, "source": "queue", "step": 2, "activity/seconds": 5.0, "eval/running": "after",

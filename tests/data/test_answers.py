@@ -23,6 +23,9 @@ from megatron_rl.data.answers import (
         (' [ "7" , ] ', ["7"]),
         ('["a, b", "c]"]', ["a, b", "c]"]),
         ('["\\u0037", "a\\"b"]', ["7", 'a"b']),
+        # As json.dumps writes an emoji; a half alone stays, for `refuse_half_pairs`.
+        ('["01289", "\\ud83d\\ude00", "\\ufeff1"]', ["01289", "\U0001f600", "\ufeff1"]),
+        ('["\\ud83dx"]', ["\ud83dx"]),
         # One answer each: an interval, a matrix, a sequence, broken lists.
         ("[1, 2]", None),
         ("[1,2)", None),

@@ -78,6 +78,7 @@ def test_an_entry_may_be_json_or_its_text_and_needs_no_answer(tmp_path: Path) ->
         ({"mesages": [], "answer": "1"}, r"unknown key 'mesages'; did you mean 'messages'"),
         ("{not json", r"JSON is malformed"),
         ('{"question": "\\ude00?", "answer": "7"}', r"half of a surrogate pair \(\\ude00\)"),
+        ({**GOOD, "answer": '["\\ud83dx", "7"]'}, r"half of a surrogate pair \(\\ud83d\)"),
         ('{"question": "\\ud83d\\ude00?", "answer": "7"', r"Input data was truncated"),
         ("[1]", r"Expected `object`, got `array`"),
     ],

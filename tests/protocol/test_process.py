@@ -35,7 +35,8 @@ def start(folder: Path, body: str) -> subprocess.Popen:
 @pytest.mark.parametrize(
     ("body", "code"),
     [
-        ("pass", 0), ("raise InputError('mend me')", 2), ("raise ConfigError('mend me')", 2),
+        ("pass", 0), (r"raise InputError('\x1b]0;mend me\x07')", 2),
+        ("raise ConfigError('mend me')", 2),
         ("raise WireError('mend me')", 2), ("raise DeadlineExceeded('mend me')", 1),
     ],
 )  # fmt: skip
@@ -45,7 +46,7 @@ def test_errors_that_a_person_can_mend_are_one_line_and_an_exit_code(
     process = start(tmp_path, body)
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (code, "closed\n")
-    assert "Traceback" not in errors
+    assert "Traceback" not in errors and errors.replace("\n", "").isprintable()
     assert ("mend me" in (tmp_path / "tester.log").read_text()) == (code != 0)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -158,6 +159,8 @@ def hermes(*bodies: str) -> str:
 
 
 GOOD = '{"name": "look_up", "arguments": {"word": "a"}}'
+NOW = '{"name": "now", "arguments": {}}'
+HM = "<think>hm</think>"
 
 
 @pytest.mark.parametrize(
@@ -215,6 +218,11 @@ def test_what_is_wrong_with_a_call_is_told_to_the_model(
     ("name", "reply", "calls", "faults"),
     [
         ("mistral_nemo", f"[TOOL_CALLS][{GOOD}, {GOOD}]", 1, ["made twice"]),
+        ("mistral_nemo", f"[TOOL_CALLS][{', '.join([NOW] * 99)}]{HM}[TOOL_CALLS][{NOW}]", 1,
+         ["made twice"] * 63 + ["over 64 calls"]),
+        ("kimi_k2", f"{KIMI}now:0{KIMI_ARGUMENTS}{{}}<|tool_call_end|>"
+         + f"<|tool_call_begin|>functions.now:1{KIMI_ARGUMENTS}{{}}<|tool_call_end|>" * 99
+         + KIMI_END, 1, ["made twice"] * 63 + ["over 64 calls"]),
         ("mistral_nemo", "[TOOL_CALLS][]", 0, ["[TOOL_CALLS] takes a JSON list"]),
         ("mistral_nemo", f"[TOOL_CALLS]{GOOD}", 0, ["[TOOL_CALLS] takes a JSON list"]),
         ("mistral_nemo", f"[TOOL_CALLS][{GOOD}", 0, ["no JSON"]),
@@ -279,6 +287,16 @@ def test_calls_are_read_only_outside_of_thoughts(parsers: dict[str, ToolCallPars
     inner = hermes(json.dumps({"name": "look_up", "arguments": {"word": f"<think>{call}"}}))
     parsed = parse(inner, TOOLS)
     assert parsed.calls == [("look_up", {"word": f"<think>{call}"}, "")] and not parsed.reasoning
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3.2"])
+def test_thoughts_take_linear_time(parsers: dict[str, ToolCallParser], name: str) -> None:
+    # Seconds; four minutes where each thought searches the rest of the reply for a call.
+    started = time.monotonic()
+    call = hermes(GOOD) if name == "qwen3" else GOOD.replace("arguments", "parameters")
+    parsed = parsers[name].parse(f"{'<think>a</think> ' * 20_000}{call}", TOOLS)
+    assert time.monotonic() - started < 30.0
+    assert parsed == ("a\n" * 19_999 + "a", "", [("look_up", {"word": "a"}, "")], [], ())
 
 
 def test_thoughts_may_stand_before_a_call_that_is_the_whole_reply(

@@ -29,7 +29,7 @@ _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives")
 _FOLDER_PREFIX = "megatron_rl_sandbox_"
 SERVER_MODULES = (
     "confinement", "package_values", "values", "call_proxy", "solution_process", "remote_objects",
-    "link", "stand_ins", "tests_process", "standard_streams", "server",
+    "not_a_number", "link", "stand_ins", "tests_process", "standard_streams", "server",
 )  # fmt: skip
 """Modules that run inside a sandbox, in the order of their imports."""
 LOADER = """

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from verification.sandbox.call_proxy import Peer, SolutionGone
+from verification.sandbox.not_a_number import NotANumber
 from verification.sandbox.remote_objects import (
-    NotANumber,
     Record,
     RemoteCallable,
     RemoteObject,
@@ -59,6 +59,10 @@ class Link(Peer):
         self.namespace: dict[str, Any] = {}
         """Names of the tests."""
         self.reading_lines: frozenset[int] = frozenset()
+        self.takes_nan = False
+        """The tests deal with NaN by themselves."""
+        self.knows_classes = False
+        """The tests use a class of the solution, by its name."""
         self.epoch = 0
         """Grows with each operation that may change objects of the solution."""
         self.questions = 0
@@ -82,9 +86,9 @@ class Link(Peer):
             "instance": Kind(_refuse_instance, fill=self._fill_instance),
         }
 
-    @staticmethod
-    def constant(text: str) -> float:
-        return NotANumber("nan") if text == "NaN" else float(text)
+    def constant(self, text: str) -> float:
+        is_refused = text == "NaN" and not self.takes_nan
+        return NotANumber("nan") if is_refused else float(text)
 
     def ask(self, op: str, handle: int, *payload: Any, write_back: bool = True) -> Any:
         """Answer of the solution's process; raises the exception that it reports."""
@@ -109,6 +113,7 @@ class Link(Peer):
 
     def look_up(self, name: str) -> Any:
         """The solution's definition of a name."""
+        self.knows_classes |= name[:1].isupper()
         return self.ask("getattr", MODULE, name)
 
     def own_class(self, name: str) -> type | None:

@@ -89,7 +89,10 @@ def parse_only(texts: frozenset[str]) -> None:
     parse: Callable[..., Any] = sympy_parser.parse_expr
 
     def parse_known(text: Any, *arguments: Any, **keywords: Any) -> Any:
-        if not isinstance(text, str) or text not in texts:
+        # `simplify` of sines loads this module, which parses its own names of units.
+        asking = sys._getframe(2).f_globals.get("__name__")
+        is_own = asking == "sympy.physics.units.prefixes"
+        if not isinstance(text, str) or not (is_own or text in texts):
             raise ValueError("a text of the solution is not parsed in the tests' process")
         return parse(text, *arguments, **keywords)
 

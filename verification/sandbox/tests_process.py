@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from verification.sandbox import package_values
 from verification.sandbox.call_proxy import SolutionGone, new_module
 from verification.sandbox.link import Link, SolutionModule
+from verification.sandbox.not_a_number import SizeComparisons, names_infinity, names_nan
 from verification.sandbox.remote_objects import UNIT_TESTS_FILE
 from verification.sandbox.solution_process import ENTRY, MODULE
 from verification.sandbox.stand_ins import (
@@ -90,8 +91,10 @@ class TestRun:
         link.reading_lines = frozenset(job["reading_lines"])
         self.tests_run = 0
         self._tree = _without_stubs(ast.parse(job["source"], UNIT_TESTS_FILE), job["replaced"])
+        link.takes_nan = names_nan(job["source"], self._tree)
         path = job["entry_point"]
         name = (path.rpartition(".")[2] or path).removesuffix("()")
+        link.knows_classes = name[:1].isupper()
         self._candidate = link.make_remote(
             ENTRY, "callable", name, ["__call__"], [["solution", name]], None
         )
@@ -125,6 +128,12 @@ class TestRun:
         for name in self._job["names"]:
             self._own[name] = self._link.look_up(name)
         builtin = dict(builtins.__dict__, eval=self._eval)
+        if not self._link.takes_nan and not names_infinity(self._job["source"]):
+            comparisons = SizeComparisons(lambda: self._link.questions > 0)
+            comparisons.check(self._tree)
+            builtin |= comparisons.names()
+            if "numpy" in self._job["imports"]:
+                comparisons.watch_numpy()
         self._namespace.update(self._own, __builtins__=builtin, __file__=UNIT_TESTS_FILE)
         for name in self._job["solution_modules"]:
             parts = name.split(".")

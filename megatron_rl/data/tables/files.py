@@ -9,6 +9,7 @@ import contextlib
 import csv
 import gzip
 import io
+import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
@@ -19,6 +20,7 @@ import msgspec
 from megatron_rl.config.errors import InputError
 from megatron_rl.data.tables.data_sets import known_names
 from megatron_rl.data.tables.plain_values import LongInteger, read_json
+from megatron_rl.protocol.line_errors import half_pair_fault
 
 LINES = (".jsonl", ".ndjson")
 BINARY = (".parquet", ".arrow")
@@ -210,11 +212,20 @@ def _decode(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
         if not ("out of range" in str(error) or b"NaN" in data or b"Infinity" in data):
             raise
         value = msgspec.convert(read_json(data.decode()), decoder.type)
+        _refuse_half_pairs(value)
         rows = value if isinstance(value, list) else [value]
         for row in rows:
             # A column of its own is text then, such as an answer.
             row |= {key: str(one) for key, one in row.items() if isinstance(one, LongInteger)}
         return value
+
+
+def _refuse_half_pairs(value: Any) -> None:
+    """Raise ValueError for half of a surrogate pair, which Python's reader keeps."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(half_pair_fault(error.object[error.start])) from error
 
 
 def _keys_of(fields: dict[str, Any], prefix: str) -> list[str]:

@@ -179,12 +179,25 @@ def _declared(root: Path) -> Parts:
             declared = [{"split": "train", "path": declared}]
         for one in declared or []:
             if not isinstance(one, dict) or not {"split", "path"} <= one.keys():
-                raise InputError(f"{root}/README.md: expected a split and a path, got {one!r}")
-            patterns = one["path"] if isinstance(one["path"], list) else [one["path"]]
-            files = sorted({file for pattern in patterns for file in _matching(root, str(pattern))})
+                given = ", ".join(map(str, one)) if isinstance(one, dict) else type(one).__name__
+                raise InputError(f"{root}/README.md: expected a split and a path, got {given}")
+            listed = one["path"] if isinstance(one["path"], list) else [one["path"]]
+            patterns = [_text_of(root, "path", pattern) for pattern in listed]
+            files = sorted({file for pattern in patterns for file in _matching(root, pattern)})
             if files:
-                parts[str(config.get("config_name", "default")), str(one["split"])] = files
+                name = _text_of(root, "config_name", config.get("config_name", "default"))
+                parts[name, _text_of(root, "split", one["split"])] = files
     return parts
+
+
+def _text_of(root: Path, key: str, value: Any) -> str:
+    """The text of a value in README.md. Raises InputError for a list or a mapping.
+
+    Aliases of YAML may make a short head a list of any length, which no message can show.
+    """
+    if isinstance(value, list | dict | set):
+        raise InputError(f"{root}/README.md: {key} is a {type(value).__name__}; expected a text")
+    return str(value)
 
 
 def _configs(root: Path) -> list[dict[str, Any]]:
@@ -194,12 +207,22 @@ def _configs(root: Path) -> list[dict[str, Any]]:
         return []
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """Without merge keys, which copy what they name and so may fill the memory."""
+
+        def flatten_mapping(self, node: yaml.MappingNode) -> None:
+            for key, _ in node.value:
+                if key.tag == "tag:yaml.org,2002:merge":
+                    raise yaml.constructor.ConstructorError(
+                        problem="merge keys (<<) are not read", problem_mark=key.start_mark
+                    )
+
     try:
-        found = yaml.safe_load(matter[1])
-        configs = found.get("configs", []) if isinstance(found, dict) else []
-        return [one for one in configs if isinstance(one, dict)]
-    except yaml.YAMLError as error:
+        found = yaml.load(matter[1], Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError(f"{readme}: its head is no YAML: {error}") from error
+    configs = found.get("configs") if isinstance(found, dict) else None
+    return [one for one in configs if isinstance(one, dict)] if isinstance(configs, list) else []
 
 
 def _matching(root: Path, pattern: str) -> list[Path]:

@@ -20,6 +20,7 @@ from megatron_rl.data.jsonl_source import (
     BadLine,
     check_keys,
     make_prompt,
+    refuse_half_pairs,
     refuse_marked,
     with_columns,
 )
@@ -85,9 +86,11 @@ class RowReader:
             refuse_tools(fields)
             ours = self._our_fields(fields)
             prompt = make_prompt(ours, place, name=name, task=self._source.task)
+            prompt = self._changed(prompt, fields)
+            refuse_half_pairs(prompt, place)
+            return prompt
         except (BadTests, NoAnswer, NotText, InputError, RecursionError) as error:
             return _fault_of(error, fields, place)
-        return self._changed(prompt, fields)
 
     def _our_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The row with our keys. Raises NoAnswer, BadTests, NotText, BadLine."""

@@ -147,6 +147,49 @@ def test_readme_names_no_file_outside_its_folder(tmp_path: Path, pattern: str) -
         find_files(folder)
 
 
+BOMB = "a0: &a0 [x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
+)
+COPIES = "a0: &a0 {x: y}\n" + "".join(
+    f"a{n}: &a{n}\n  <<: [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (f"{BOMB}configs:\n- data_files: [*a11]\n", "expected a split and a path, got list"),
+        (f"{BOMB}configs:\n- data_files: [{{split: train, path: [*a11]}}]\n", "path is a list"),
+        (f"{BOMB}configs:\n- data_files: [{{split: *a11, path: '*'}}]\n", "split is a list"),
+        (f"{BOMB}configs:\n- config_name: *a11\n  data_files: '*'\n", "config_name is a list"),
+        (COPIES, "merge keys"),
+        ("day: 2024-13-45\n", "its head is no YAML"),
+        ("a: " + "[" * 5000 + "\n", "its head is no YAML"),
+    ],
+    ids=["file", "path", "split", "name", "merge", "date", "deep"],
+)
+def test_a_short_readme_takes_neither_time_nor_memory(
+    tmp_path: Path, head: str, message: str
+) -> None:
+    # Aliases of YAML: each list of ten holds the one before, 10^11 texts in all.
+    write(tmp_path / "a.jsonl", rows(0, 1))
+    (tmp_path / "README.md").write_text(f"---\n{head}---\n")
+    with pytest.raises(InputError, match=rf"README\.md: .*{message}") as error:
+        find_files(tmp_path)
+    assert len(str(error.value)) < 1000
+
+
+def test_aliases_that_repeat_a_text_are_read(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", rows(0, 1))
+    (tmp_path / "README.md").write_text(
+        "---\nfile: &file a.jsonl\nconfigs: &all\n- config_name: 2024\n  data_files: *file\n"
+        "more: *all\n---\n"
+    )
+    assert answers(tmp_path, subset="2024") == ["1"]
+    (tmp_path / "README.md").write_text("---\nconfigs: 7\n---\n")
+    assert answers(tmp_path) == ["1"]
+
+
 def saved(folder: Path, content: list[dict[str, Any]], shards: int = 1) -> None:
     size = len(content) // shards
     names = [f"data-0000{n}-of-0000{shards}.arrow" for n in range(shards)]

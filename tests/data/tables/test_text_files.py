@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatron_rl.config.errors import InputError
@@ -88,6 +89,24 @@ def test_numbers_that_python_writes_are_read(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"question": "NaN}\n')
     with pytest.raises(InputError, match="b.jsonl:1: "):
         read(tmp_path / "b.jsonl")
+
+
+def test_half_of_a_surrogate_pair_is_a_fault_of_its_row(tmp_path: Path) -> None:
+    lines = [
+        '{"question": "p\\ud83d\\ude00", "answer": "[\\"\\\\ud83d\\\\ude00\\", \\"7\\"]"}',
+        # Neither the answer, nor a line that only Python's reader takes, can be sent.
+        '{"question": "q", "answer": "[\\"\\\\ud83dx\\", \\"7\\"]"}',
+        '{"question": "r \\ud83d?", "level": NaN, "answer": "2"}',
+        '{"question": "s", "level": NaN, "c\\ude00": 1, "answer": "2"}',
+        '{"question": "t", "level": NaN, "answer": "8"}',
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    reading = read(tmp_path / "a.jsonl", faulty="drop")
+    assert [p.answers for p in reading.prompts] == [["\U0001f600", "7"], ["8"]]
+    assert reading.prompts[0].question == "p\U0001f600"
+    assert "2 no_json" in reading.notes[0] and "1 malformed" in reading.notes[0]
+    for prompt in reading.prompts:
+        assert msgspec.json.encode(prompt)
 
 
 def test_values_of_csv_may_be_structures_and_long_tests(tmp_path: Path) -> None:

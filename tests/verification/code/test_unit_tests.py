@@ -10,6 +10,7 @@ import pytest
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.protocol.types import Prompt
+from tests.verification.code.number_cases import NUMBERS, NUMBERS_OF_PACKAGES
 from tests.verification.code.unit_test_cases import (
     ADD,
     ATTACKS,
@@ -35,7 +36,7 @@ from verification.sandbox.sandbox import Sandbox
 from verification.settings import check_prompts
 from verification.verdict import GradingError
 
-ROWS = [*SHAPES, *VALUES, *ATTACKS]
+ROWS = [*SHAPES, *VALUES, *ATTACKS, *NUMBERS]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_installation_leaves_bytecode_of_packages(name: str) -> None:
     assert Path(importlib.util.cache_from_source(str(source))).is_file()
 
 
-@pytest.mark.parametrize("row", WITH_PACKAGES, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [*WITH_PACKAGES, *NUMBERS_OF_PACKAGES], ids=lambda row: row.name)
 def test_packages_that_the_task_allows(row: Row, limits: CodeLimits) -> None:
     entry = {"unit_tests": row.unit_tests, "entry_point": "f", "packages": ["numpy", "sympy"]}
     tests = parse_tests(json.dumps(entry))
