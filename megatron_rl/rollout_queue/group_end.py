@@ -193,9 +193,7 @@ class GroupEnd:
             self._evaluations.running_of(group).not_graded += 1
         else:
             self._book.count_left_out(failure.reason)
-            # A greedy completion would be the same again.
-            may_draw = group.sampling.temperature > 0 and not failure.is_late
-            if may_draw and group.replacements[index] < queue.max_replacements:
+            if not failure.is_late and group.replacements[index] < queue.max_replacements:
                 group.replacements[index] += 1
                 self._leases.replace(group, index)
                 return

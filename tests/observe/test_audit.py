@@ -5,17 +5,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatron_rl.cli.main import main
 from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.observe.audit import audit_records
+from megatron_rl.observe.audit_figures import step_figures
 from megatron_rl.observe.audit_findings import SHOWN, WHOLE, Findings
 from megatron_rl.observe.facts import run_facts
 from megatron_rl.observe.summary import RunFacts, summarize
 from megatron_rl.observe.summary_text import render_text
 from megatron_rl.protocol.metrics import RESUMED
+from megatron_rl.protocol.rollout_files import RolloutRecord
 
 REWARDS = {"step_000000": [[1.0, 0.1], [0.1, 1.0]], "step_000001": [[1.0, 1.0], [0.1, 0.1]],
            "dropped_000001": [[1.0, 1.0]]}  # fmt: skip
@@ -114,6 +117,24 @@ def test_sound_records_hold(run_dir: Path) -> None:
     assert looked_at["accuracies match recorded completions"] == 5
     # 2 steps and the evaluation.
     assert looked_at[WHOLE] == 3
+    # A checkpoint that is being written has no list of files yet.
+    (run_dir / "checkpoints" / "step_000002.partial").mkdir(parents=True)
+    assert audited(run_dir).is_sound
+
+
+def test_staleness_is_that_of_the_oldest_token_and_a_cached_share_that_of_later_replies() -> None:
+    turns = [
+        {"start": at, "end": at + 1, "follows": at - 1, "given": [], "text": "", "asked_s": 0.0,
+         "replied_s": 0.0, "before": 4 + 4 * at, "cached": 6 * at} for at in (0, 1)
+    ]  # fmt: skip
+    spans = [[0, 0, 2], [1, 2, 4]]
+    old = line(0, 0, 1.0, 0, versions=[0, 1], spans=spans, is_outcome=True, conversation=turns)
+    records = msgspec.convert([old, line(0, 1, 0.1, 1)], list[RolloutRecord])
+    figures = step_figures(1, records, [])
+    assert figures["queue/staleness_versions_max"] == 1
+    assert figures["queue/staleness_versions_mean"] == 0.5
+    # The second reply was given 8 tokens, of which 6 were in the cache.
+    assert figures["environment/cached_share"] == 0.75
 
 
 def test_a_run_may_begin_at_a_checkpoint_of_another_one(run_dir: Path) -> None:
@@ -144,6 +165,14 @@ def test_versions_of_chats_that_waited_at_the_same_time_have_no_order(run_dir: P
         change_lines("rollouts/step_000001.jsonl", change)(run_dir)
         rule = audited(run_dir).rules["versions of a rollout only rise"]
         assert rule.broken == broken, row_starts
+
+
+@pytest.mark.parametrize(("begin", "broken"), [(2, 1), (3, 0)])
+def test_a_version_has_one_span_unless_tokens_were_given_in_between(
+    run_dir: Path, begin: int, broken: int
+) -> None:
+    change_lines("rollouts/step_000000.jsonl", _swap("spans", [[0, 0, 2], [0, begin, 4]]))(run_dir)
+    assert audited(run_dir).rules["versions of a rollout only rise"].broken == broken
 
 
 def test_a_completion_of_which_nothing_is_left_has_no_token_ids(run_dir: Path) -> None:
@@ -271,6 +300,7 @@ def test_figures_of_an_earlier_end_do_not_belong_into_the_summary(run_dir: Path)
     [
         (change_lines("metrics.jsonl", lambda rows: rows.pop(0)), WHOLE),
         (change_lines("metrics.jsonl", lambda rows: rows.append(rows[0])), "taken once"),
+        (change_lines("metrics.jsonl", lambda rows: rows.insert(0, rows[0])), "taken once"),
         (change_lines("metrics.jsonl", _swap("rollout/reward", 0.56)), "metrics of a step"),
         (change_lines("metrics.jsonl", _swap("queue/groups_dropped_zero_variance", 2.0, 1)),
          "metrics of a step"),

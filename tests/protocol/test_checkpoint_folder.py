@@ -1,5 +1,6 @@
 """A checkpoint counts while each of its files is whole, and only once COMPLETE is written."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -40,6 +41,33 @@ def test_sealed_checkpoint_lists_every_file_under_its_final_name(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000012"]
     # BLAKE2b with 16 bytes of b"common12", from coreutils' b2sum -l 128.
     assert record_file(final / "common.pt").digest == "312a59a003d0bb6d2199b3248bd6ef7b"
+
+
+def test_a_checkpoint_is_on_the_disk_before_its_names_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that loses power keeps the names that it has written, with their content."""
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        done.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+
+    def noted_rename(path: Path, target: Path) -> Path:
+        done.append(f"rename {path.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    write(tmp_path, 12)
+    mark, folder = f"rename {COMPLETE}.tmp", "rename step_000012.partial"
+    marked, named = done.index(mark), done.index(folder)
+    # Whoever wrote common.pt has synced it.
+    contents = {"sync __0_0.distcp", "sync queue.json", f"sync {COMPLETE}.tmp"}
+    assert contents <= set(done[:marked])
+    assert "sync step_000012.partial" in done[marked:named]
+    assert f"sync {tmp_path.name}" in done[named:]
 
 
 @pytest.mark.parametrize("name", [*CONTENT, COMPLETE])
@@ -125,13 +153,13 @@ def test_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 
 
 def test_resuming_leaves_no_leftovers_and_sets_later_checkpoints_aside(tmp_path: Path) -> None:
-    for step in (6, 12, 18):
+    for step in (6, 12, 13):
         write(tmp_path, step)
-    shutil.copytree(tmp_path / "step_000018", tmp_path / "step_000024.partial")
+    shutil.copytree(tmp_path / "step_000013", tmp_path / "step_000024.partial")
     clear_after(tmp_path, 12)
     assert list(complete_checkpoints(tmp_path)) == [6, 12]
     [aside] = [path for path in tmp_path.iterdir() if "set-aside" in path.name]
-    assert aside.name.startswith("step_000018.") and (aside / COMPLETE).exists()
+    assert aside.name.startswith("step_000013.") and (aside / COMPLETE).exists()
     assert len(list(tmp_path.iterdir())) == 3
 
 

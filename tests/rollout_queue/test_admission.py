@@ -28,6 +28,12 @@ def test_lagging_generator_gets_no_leases() -> None:
     assert LeaseRules(1, 2, is_strict=False).oldest_version(is_evaluation=False) == 0
 
 
+def test_an_evaluation_measures_the_synced_version_or_that_of_its_evaluators() -> None:
+    assert LeaseRules(5, 2, is_strict=False).oldest_version(is_evaluation=True) == 5
+    lagging = LeaseRules(5, 2, is_strict=False, evaluators=frozenset({"g"}), evaluated=3)
+    assert lagging.oldest_version(is_evaluation=True) == 3
+
+
 def test_oldest_complete_groups_are_trained_first() -> None:
     groups = [
         UntrainedGroup(1, 9, True), UntrainedGroup(0, 3, True), UntrainedGroup(0, 2, False),

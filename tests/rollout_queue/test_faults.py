@@ -72,6 +72,8 @@ def test_rollout_that_contradicts_itself_is_found() -> None:
     assert "9 expert choices of 5 tokens" in find_fault(
         replace(good, expert_choices=choices[:9]), RolloutLimits()
     )
+    # It fills the context of 64 tokens.
+    assert fault_of(make_rollout(tokens=4, prompt_tokens=60)) == ""
     assert find_fault(good, LIMITS, most_tokens=4) == ""
     assert find_fault(good, LIMITS, most_tokens=3) == "4 completion tokens, allowed are 3"
 

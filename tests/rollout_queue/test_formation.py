@@ -6,12 +6,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.sequence_cost import TOKENS, find_cost
 from megatron_rl.protocol.types import Lease, Rollout, WeightsSynced
 from megatron_rl.rollout_queue.batches import deal_batch, plan_batch
 from megatron_rl.rollout_queue.coordinator import BATCHES
-from tests.rollout_queue.makers import make_rollout, make_score
+from tests.rollout_queue.makers import form_batch, make_group, make_rollout, make_score
 from tests.rollout_queue.played_queue import PlayedQueue
 from tests.tiny_models import write_model
 
@@ -63,3 +64,9 @@ def test_sequences_are_dealt_by_what_they_cost(tmp_path: Path, packing: str) -> 
     ]
     assert dealt == [[[plan.lengths[i] for i in m] for m in rank] for rank in expected]
     assert (expected == by_tokens) == (packing == "tokens"), "these lengths would show nothing"
+
+
+def test_a_minibatch_has_places_for_its_largest_group(tmp_path: Path) -> None:
+    stage = Config.model_validate({"run": {"dir": tmp_path}})
+    [rank] = form_batch(0, [make_group(0, [0.0, 1.0]), make_group(1, [0.0, 1.0, 0.0])], stage)
+    assert [(one.groups, one.members) for one in rank.minibatches] == [(2, 3)]

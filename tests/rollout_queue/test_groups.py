@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from megatron_rl.config.tree import Config, TrainConfig
 from megatron_rl.protocol.metrics import MetricSet
 from megatron_rl.protocol.rollout import ConversationTurn
-from megatron_rl.protocol.types import Score, ScoredRollout
+from megatron_rl.protocol.types import Score, ScoredRollout, VersionSpan
 from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
 from megatron_rl.rollout_queue.groups import DroppedGroups, Group, GroupBook
 from megatron_rl.rollout_queue.tally import RolloutTally
@@ -210,6 +210,27 @@ def test_tasks_are_told_apart_and_later_replies_by_the_cache() -> None:
     assert found["task/chat/rollout/reward"] == 0.5
     assert (found["task/chat/reason/out_of_turns"], found["reason/correct"]) == (1, 2)
     assert "task/chat/reward/environment" not in found
+
+
+def test_turns_and_given_tokens_are_means_over_conversations_and_lengths_over_all() -> None:
+    def spoken(*edges: int) -> ScoredRollout:
+        spans = [VersionSpan(0, *pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
+        rollout = replace(make_rollout(tokens=edges[-1]), spans=spans)
+        return ScoredRollout(rollout, Score(1.0, {}, "correct", is_outcome=True))
+
+    def found(*tallies: RolloutTally) -> list[float]:
+        total, metrics = RolloutTally(), MetricSet()
+        for tally in tallies:
+            total.fold(tally)
+        metrics.add(total.metrics())
+        names = ("environment/turns", "environment/given_tokens", "rollout/length_tokens")
+        return [metrics.values()[name] for name in names]
+
+    # Three turns of 4 sampled tokens with 2 given ones, and one turn of 3; others have 3.
+    long, short = spoken(0, 1, 2, 4, 5, 6), spoken(0, 3)
+    plain = ScoredRollout(make_rollout(), Score(1.0, {}, "correct"))
+    assert found(RolloutTally([long]), RolloutTally([short])) == [2.0, 1.0, 3.5]
+    assert found(RolloutTally([long, plain, plain])) == [3.0, 2.0, 10 / 3]
 
 
 def test_counts_by_stage_are_those_of_a_look_at_every_group() -> None:

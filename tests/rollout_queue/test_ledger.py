@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.frames import encode_frames
-from megatron_rl.protocol.ledger import STATE, read_state, segment_path
+from megatron_rl.protocol.ledger import LOG, STATE, Sent, read_state, segment_path
 from megatron_rl.protocol.metrics import JsonlWriter, read_jsonl
 from megatron_rl.protocol.types import SaveState, Score
 from megatron_rl.rollout_queue import ledger
@@ -266,6 +266,61 @@ def test_a_queue_without_room_for_its_states_goes_on_with_the_old_segment(
     assert files_of(queue.config.run.dir) == files_of(unkilled.config.run.dir)
 
 
+def test_a_state_is_tried_again_after_a_while_and_each_shortage_has_the_whole_limit(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "ledger").symlink_to(small_disk)
+    mortal = Mortal(PlayedQueue(tmp_path / "run", judge), NEVER)
+    clock, passed_s = time.monotonic, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + passed_s)
+    for number in range(2):
+        filler = fill_disk(small_disk, left_bytes=8192)
+        mortal.ledger._cut_if_room()
+        filler.unlink()
+        # Longer than the limit of 1 s, and shorter than CUT_AGAIN_S of 30 s.
+        passed_s += 29.0
+        mortal.ledger._cut_if_room()
+        assert mortal.ledger._number == number
+        passed_s += 2.0
+        mortal.ledger._cut_if_room()
+        assert mortal.ledger._number == number + 1
+
+
+def test_a_state_is_written_after_so_many_records_of_its_own_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "MOST_RECORDS", 7)
+    mortal = Mortal(PlayedQueue(tmp_path, judge), NEVER)
+    numbers = []
+    # Two records a pass, so the fourth one has the eighth record.
+    for now in range(9):
+        mortal.ledger.tick(float(now))
+        mortal.ledger.outgoing(float(now))
+        numbers.append(mortal.ledger._number)
+    assert numbers == [0, 0, 0, 1, 1, 1, 1, 2, 2]
+
+
+def test_a_queue_that_would_send_other_messages_than_the_killed_one_is_not_continued(
+    tmp_path: Path,
+) -> None:
+    queue = PlayedQueue(tmp_path, judge)
+    mortal = queue.coordinator = Mortal(queue, NEVER)
+    queue.start()
+    queue.play(1)
+    for check in (0, 1):
+        # It has nothing to send at once: no messages, whose checksum is 0.
+        mortal.ledger._add(Sent(queue.now, mortal.ledger._parts.writer.written, False, 0, check))
+        mortal.ledger._flush()
+        if not check:
+            mortal._die()
+    wanted = (
+        r"cannot be continued: after \d+ records the queue sends 0 messages \(checksum 00000000"
+    )
+    with pytest.raises(InputError, match=wanted + r"\), but the killed one sent 0 \(00000001\)"):
+        mortal._die()
+
+
 def test_a_disk_without_room_for_a_state_ends_the_queue_after_the_limit(
     tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,6 +359,8 @@ class Examined(Mortal):
                 objects["config"], objects["prompts"], folder=self._folder, unix_s=self._unix_s
             ).load(read_state(self._folder, self.ledger._number))
             self.loaded += 1
+            oldest = min(int(path.stem) for path in self._folder.glob(f"*{LOG}"))
+            assert oldest >= self.ledger._number - MOST_LOGS
         return messages
 
 

@@ -1,9 +1,11 @@
 """A queue whose launcher was killed continues its ledger with new peers, and loses nothing."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.ledger import read_built
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import (
@@ -257,6 +259,29 @@ def test_a_batch_is_stored_when_the_ledger_has_its_cause() -> None:
         maker.release()
         assert [batch[0].step for batch in stored] == [3]
     assert maker.look() and not maker.is_busy
+
+
+def test_a_ledger_that_cannot_be_written_stores_no_batch_and_no_record(tmp_path: Path) -> None:
+    queue, mortal = begin(tmp_path / "run")
+    stored: list[list[RankBatch]] = []
+    maker = mortal.ledger._parts.maker
+    maker._maker = BatchMaker(store=stored.append)
+    queue.reach(1)
+    assert [batch[0].step for batch in stored] == [0]
+    records = tmp_path / "run" / "rollouts"
+    before = {path.name for path in records.iterdir()}
+    assert "step_000000.jsonl" in before
+    # The second batch is ordered in the pass in which the disk fails.
+    mortal.handle(BATCHES, "t", WeightsSynced(1), queue.now)
+    mortal.handle(BATCHES, "t", NextBatch(1, 0, 1), queue.now)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, mortal.ledger._file._file)
+    os.close(full)
+    with pytest.raises(InputError, match="could not be written"):
+        mortal.outgoing(queue.now)
+    assert maker.is_busy and mortal.ledger._parts.writer._waiting
+    assert [batch[0].step for batch in stored] == [0]
+    assert {path.name for path in records.iterdir()} == before
 
 
 def test_an_evaluation_that_begins_before_engines_have_weights_takes_no_negative_time(

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from megatron_rl.algorithms.advantage_estimators import GroupView
 from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.protocol.rollout import ConversationTurn, TurnReturn, VersionSpan
@@ -32,9 +33,11 @@ def make(rewards: list[list[float]], *, tokens: int = 2) -> Group:
     return group
 
 
-def advantages(groups: list[Group], normalization: str = "none") -> list[list[float]]:
+def advantages(
+    groups: list[Group], normalization: str = "none", estimator: str = "group_mean"
+) -> list[list[float]]:
     cfg = AlgorithmConfig.model_validate(
-        {"advantage_estimator": {"name": "group_mean"}, "normalization": {"name": normalization}}
+        {"advantage_estimator": {"name": estimator}, "normalization": {"name": normalization}}
     )
     found = minibatch_sequences(groups, find_advantage_functions(cfg))
     assert all(sequence.find_fault() == "" for sequence in found)
@@ -50,6 +53,19 @@ def test_a_reply_is_compared_with_those_of_the_members_that_got_so_far() -> None
 def test_a_reply_that_only_one_member_reached_teaches_nothing() -> None:
     found = advantages([make([[0.0, 0.0, 5.0], [1.0]])])
     assert found == [[2.0, 2.0, 0.0, 0.0, 0.0, 0.0], [-2.0, -2.0]]
+    # Whatever the estimator says of a reward alone.
+    found = advantages([make([[0.0, 0.0, 5.0], [1.0]])], estimator="reward")
+    assert found == [[5.0, 5.0, 0.0, 0.0, 0.0, 0.0], [1.0, 1.0]]
+
+
+def length_of_each(group: GroupView, cfg: AlgorithmConfig) -> np.ndarray:
+    return group.lengths.astype(np.float64)
+
+
+def test_an_estimator_sees_the_length_of_the_reply_that_it_rates() -> None:
+    # Replies of two tokens: a member has two of them, the other one.
+    found = advantages([make([[0.0, 1.0], [1.0]])], estimator=f"{__name__}:length_of_each")
+    assert found == [[2.0, 2.0, 0.0, 0.0], [2.0, 2.0]]
 
 
 def test_a_vote_on_replies_is_of_the_members_that_got_so_far() -> None:

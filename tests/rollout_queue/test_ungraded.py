@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.tree import QueueConfig
 from megatron_rl.observe.activity_text import ActivityTotals
+from megatron_rl.protocol.generator_messages import PROMPT_UNRENDERABLE, RolloutFailed
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import (
     NOT_GRADED,
@@ -14,10 +16,12 @@ from megatron_rl.protocol.types import (
     SaveState,
     Score,
     ScoreDone,
+    ScoreFailed,
     WeightsSynced,
 )
 from megatron_rl.protocol.wire import DeadlineExceeded
-from tests.rollout_queue.makers import RIGHT
+from megatron_rl.rollout_queue.group_end import least_members
+from tests.rollout_queue.makers import RIGHT, make_group
 from tests.rollout_queue.played_queue import FAILURE, PlayedQueue
 
 WRONG = Score(0.0, {"format": 0.0, "correct": 0.0}, "wrong_answer")
@@ -138,6 +142,31 @@ def test_group_of_which_too_few_remain_is_dropped_under_the_reason_and_others_ar
     per_group = collections.Counter(line["group"] for line in lines if line["reward"] is None)
     assert set(per_group.values()) == {3}
     assert batch.metrics["queue/completions_dropped_not_graded"][0] == sum(per_group.values())
+
+
+def test_the_least_members_of_a_group_are_its_share_rounded_up_and_two() -> None:
+    group = make_group(0, [0.0] * 4)
+    shares = (0.1, 0.5, 0.6, 1.0)
+    found = [least_members(group, QueueConfig(min_group_share=share)) for share in shares]
+    assert found == [2, 2, 3, 4]
+
+
+def test_no_completion_of_a_group_that_fails_in_the_same_pass_is_replaced(tmp_path: Path) -> None:
+    queue = PlayedQueue(tmp_path, lambda prompt, index: None, queue={"max_attempts": 1})
+    queue.start()
+    queue.play(1, is_slow=True)
+    [request], (lease, index) = queue.requests, queue.open[0]
+    assert request.text == f"{lease.prompt.id}/0" and index == 1
+    failed = RolloutFailed(lease.lease_id, index, "too long", drop_as=PROMPT_UNRENDERABLE)
+    ungraded = ScoreFailed(request.request_id, FAILURE, UNGRADABLE)
+    queue.coordinator.handle("prompts", "g", failed, queue.now)
+    queue.coordinator.handle("verify", "v", ungraded, queue.now)
+    queue.play(2)
+    assert max(collections.Counter(queue.leased).values()) == 1
+    list(queue.coordinator.farewell(queue.now))
+    totals = ActivityTotals(read_jsonl(tmp_path / "metrics.jsonl"))
+    assert totals.by_reason("groups_dropped") == {PROMPT_UNRENDERABLE: 1}
+    assert totals.by_reason("completions_dropped") == {}
 
 
 def test_loss_of_the_last_open_completion_completes_its_group(tmp_path: Path) -> None:

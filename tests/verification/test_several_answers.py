@@ -7,6 +7,7 @@ from megatron_rl.config.reward import TaskConfig
 from megatron_rl.protocol.types import Score, ScoreRequest
 from tests.verification.requests import boxed, make_request, make_rules
 from verification.audit import says_number
+from verification.draft import Draft
 from verification.score import score, screen
 
 RULES = make_rules()
@@ -27,6 +28,8 @@ def ask(text: str, answers: list[str], **more: str) -> ScoreRequest:
         # Only the second, or only the first, decides.
         ("\\sqrt{8}", ["5", "2\\sqrt{2}"], "correct"),
         ("2x+2", ["2(x+1)", "7"], "correct"),
+        # Plain text says no to the integer, and leaves the root undecided.
+        ("2", ["3", "\\sqrt{4}"], "correct"),
         ("x+1", ["2(x+1)", "\\sqrt{2}"], "wrong_answer"),
         # A refused answer is refused, however many are accepted.
         ("9^{9^{9^{9}}}", ["7", "\\sqrt{2}"], "explosive_answer"),
@@ -58,6 +61,7 @@ def test_plain_text_decides_about_each_before_a_grading_process() -> None:
     assert isinstance(found, Score) and found.is_correct
     # Text says that 3 is neither; a sum of roots needs more.
     assert isinstance(screen(ask("3", LABEL), RULES), Score)
+    assert isinstance(screen(ask("2", ["3", "\\sqrt{4}"]), RULES), Draft)
 
 
 def test_an_answer_that_leaves_the_work_undone_is_refused_against_each() -> None:
