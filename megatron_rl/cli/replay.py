@@ -41,7 +41,8 @@ class ReplayOptions:
     to: int = 0
     """Last step to repeat; default: the first."""
     out: Path | None = None
-    """New folder for metrics, logs and token records; default: RUN/replay_STEP."""
+    """New folder for metrics, logs and token records; default: RUN/replay_STEP, or
+    RUN/replay_STEP_2, _3, ... where that exists."""
     export: bool = False
     """Also write the policy after the last step to OUT/hf."""
     rebuild: bool = False
