@@ -133,6 +133,8 @@ def place_rebuilt(replay: Replay, *, is_equal: bool) -> Path:
     discard(partial)
     # OUT may be on another file system.
     shutil.move(made, partial)
+    if not any(made.parent.iterdir()):
+        made.parent.rmdir()
     discard(lost)
     return partial.rename(lost)
 

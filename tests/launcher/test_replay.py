@@ -148,6 +148,7 @@ def test_a_checkpoint_whose_figures_differ_stays_outside_the_run(
     assert where == (torn if is_equal else out / CHECKPOINTS / "step_000008")
     assert complete_checkpoints(where.parent) == {8: where}
     assert (8 in complete_checkpoints(run_dir / CHECKPOINTS)) == is_equal
+    assert (out / CHECKPOINTS).exists() != is_equal
 
 
 def resumes(run_dir: Path, *starts: tuple[int, str]) -> None:
