@@ -16,6 +16,7 @@ resumes it.
 import argparse
 import json
 import random
+import shlex
 import subprocess
 import sys
 import time
@@ -58,7 +59,7 @@ class Miniature:
         command = [sys.executable, "-m", *map(str, words)]
         started = time.monotonic()
         with (self.out / "commands.txt").open("a") as listed:
-            print(*command[1:], file=listed)
+            print(f"cd {shlex.quote(str(ROOT))} && {shlex.join(command)}", file=listed)
         log = self.out / "log.txt"
         with log.open("a") as output:
             ended = subprocess.run(

@@ -14,6 +14,7 @@ from megatron_rl.cli.command_line.parameters import Json, Overrides, RunFolder
 from megatron_rl.cli.command_line.printing import say, show_table
 from megatron_rl.config.errors import InputError
 from megatron_rl.observe.deaths import until_death
+from megatron_rl.protocol.exports import EXPORTS, step_name
 
 if TYPE_CHECKING:
     from megatron_rl.launcher.replay import ComparedStep
@@ -41,9 +42,10 @@ class ReplayOptions:
     to: int = 0
     """Last step to repeat; default: the first."""
     out: Path | None = None
-    """New folder for metrics, logs and token records; default: RUN/replay_STEP."""
+    """New folder for metrics, logs and token records; default: RUN/replay_STEP, or
+    RUN/replay_STEP_2, _3, ... where that exists."""
     export: bool = False
-    """Also write the policy after the last step to OUT/hf."""
+    """Also write the policy after the last step as a model folder, OUT/hf/step_LAST."""
     rebuild: bool = False
     """Also rebuild the run's lost checkpoint of the last step. It is put into RUN/checkpoints if
     all figures of all steps equal recorded ones, else it stays in OUT/checkpoints."""
@@ -81,20 +83,22 @@ def replay(options: ReplayOptions, console: Console) -> int:
     if code:
         return code
     steps = compare_steps(wanted, repeated)
-    rebuilt = None
+    written: dict[str, Path] = {}
+    if options.export:
+        written["model"] = wanted.out / EXPORTS / step_name(wanted.last)
     if options.rebuild:
-        rebuilt = place_rebuilt(wanted, is_equal=all(one.differences == {} for one in steps))
+        is_equal = all(one.differences == {} for one in steps)
+        written["checkpoint"] = place_rebuilt(wanted, is_equal=is_equal)
     if options.json:
         tree = [{"step": one.repeated["step"], "differences": one.differences} for one in steps]
-        tail: dict[str, object] = {"trained_from": wanted.trained_from}
-        if rebuilt:
-            tail["checkpoint"] = str(rebuilt)
-        print(json.dumps({"out": str(wanted.out), "steps": tree} | tail), file=console.file)
+        tail = {name: str(path) for name, path in written.items()}
+        said = {"out": str(wanted.out), "steps": tree, "trained_from": wanted.trained_from} | tail
+        print(json.dumps(said), file=console.file)
         return 0
     show_steps(console, steps)
     say(console, f"Rows and logs       {wanted.out}")
-    if rebuilt is not None:
-        say(console, f"Checkpoint          {rebuilt}")
+    for name, path in written.items():
+        say(console, f"{name.capitalize():<20}{path}")
     return 0
 
 

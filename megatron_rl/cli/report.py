@@ -35,7 +35,7 @@ class ReportOptions:
         Path | None, typer.Option(help=f"HTML file to write; default: {FILE} in the first folder.")
     ] = None
     trace: Path | None = None
-    """Also write a timeline for ui.perfetto.dev."""
+    """Also write a timeline of a single run for ui.perfetto.dev."""
     text: bool = False
     """Print only the summary."""
 

@@ -11,6 +11,8 @@ MAX_SAMPLES = 1024
 """Maximum completions per prompt, for the exact count of votes."""
 AUTO_PROMPTS = 256
 """Maximum prompts of eval.prompts = "auto"."""
+CLEAR_ERRORS = 3
+"""Combined standard errors below which a difference of two accuracies may be chance."""
 _Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
 
 

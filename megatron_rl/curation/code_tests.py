@@ -120,9 +120,15 @@ def read_tests(row: Row) -> Tests:
     try:
         return msgspec.json.decode(row.prompt.entry, type=Tests)
     except msgspec.MsgspecError as error:
+        place, is_empty = row.prompt.place, not row.prompt.entry.strip()
+        wrong = "there is no entry" if is_empty else f"the entry is not the JSON of tests: {error}"
+        assumed = (
+            f". The row has no task and is taken as {TASK!r} (--task): give it one, such as "
+            '"task": "math", if it is no code problem'
+        )
         raise InputError(
-            f"{row.prompt.place}: the entry is not the JSON of tests: {error}; expected "
-            '{"cases": [{"stdin": "...", "stdout": "..."}]}, "stdout" only where it is known'
+            f'{place}: {wrong}; expected {{"cases": [{{"stdin": "...", "stdout": "..."}}]}}, '
+            f'"stdout" only where it is known{"" if "task" in row.fields else assumed}'
         ) from error
 
 

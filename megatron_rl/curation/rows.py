@@ -1,8 +1,8 @@
 """Reads and writes rows of prompts for the data tools, with a run's readers.
 
 A row keeps every key of its line as written, unknown keys too. The output has each row's `id`,
-because an id from the line number would change with the next tool. Rows of data sets get our keys
-for the columns that a run reads, and keep the other columns.
+because an id from the line number would change with the next tool, and the task of --task. Rows of
+data sets get our keys for the columns that a run reads, and keep the other columns.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,9 @@ from megatron_rl.data.tables.source import is_in_our_form, read_kept
 from megatron_rl.data.tables.where import value_of
 from megatron_rl.protocol.types import ChatMessage, Prompt
 
+_ASSUMED_TASK = "math"
+"""Task that a run assumes for lines without one (prompts.task)."""
+
 
 class Row(msgspec.Struct, frozen=True):
     """A line of a prompts file."""
@@ -30,8 +33,9 @@ class Row(msgspec.Struct, frozen=True):
     prompt: Prompt
 
     def line(self) -> dict[str, Any]:
-        """A line of the output: the fields and the id."""
-        return {"id": self.prompt.id, **self.fields}
+        """A line of the output: the fields, the id, and a task that a run would not assume."""
+        task = {} if self.prompt.task == _ASSUMED_TASK else {"task": self.prompt.task}
+        return {"id": self.prompt.id, **task, **self.fields}
 
     def with_fields(self, **values: Any) -> "Row":
         """The row with further keys that are not keys of a prompt."""
@@ -59,7 +63,7 @@ class Row(msgspec.Struct, frozen=True):
 def read_rows(
     path: Path,
     *,
-    task: str = "math",
+    task: str = _ASSUMED_TASK,
     subset: str = "",
     split: str = "",
     left_out: dict[str, list[RowFault]] | None = None,

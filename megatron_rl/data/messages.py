@@ -15,6 +15,8 @@ _ROLES = {"developer": "system"}
 """Roles of requests -> roles that chat templates know."""
 _CALLS = ("tool_calls", "function_call")
 _OFFERS = ("tools", "functions")
+_TOOL_KEYS = {"function", "name", "type"}
+"""A list of objects without any of these is a column of another meaning."""
 _INSTEAD = (
     "An environment can offer tools (reward.tasks.NAME.environment, docs/agents.md), and SFT "
     "examples may have them (sft.dataset)"
@@ -67,7 +69,8 @@ def _are_tools(value: Any) -> bool:
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             return False
     tools = value if isinstance(value, list) else []
-    return any(isinstance(one, Mapping) and ("function" in one or "name" in one) for one in tools)
+    # Hosted tools, as {"type": "web_search"}, have no other key.
+    return any(isinstance(one, Mapping) and _TOOL_KEYS & one.keys() for one in tools)
 
 
 def _from_json(text: str) -> Any:

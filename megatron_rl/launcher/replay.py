@@ -87,7 +87,7 @@ def find_replay(
             f"in {BATCHES}/, and the batches back to a checkpoint. Steps that can be: {known}"
         )
     begin = max(step for step in begins if step < first and can_begin(step, last))
-    where = out if out is not None else run_dir / f"replay_{first:06d}"
+    where = out if out is not None else _unused(run_dir / f"replay_{first:06d}")
     if where.exists():
         raise InputError(f"{where} exists: remove it, or choose another folder by --out")
     check_writable(where, "give --out FOLDER elsewhere")
@@ -96,6 +96,15 @@ def find_replay(
     return Replay(
         run_dir, begins[begin], first, last, begin + 1, where, tuple(overrides), exports, rebuilds
     )
+
+
+def _unused(folder: Path) -> Path:
+    """The folder, or the first of FOLDER_2, FOLDER_3, ... that does not exist."""
+    number, found = 1, folder
+    while found.exists():
+        number += 1
+        found = folder.with_name(f"{folder.name}_{number}")
+    return found
 
 
 def _check_rebuilt(run_dir: Path, step: int) -> None:
@@ -124,6 +133,8 @@ def place_rebuilt(replay: Replay, *, is_equal: bool) -> Path:
     discard(partial)
     # OUT may be on another file system.
     shutil.move(made, partial)
+    if not any(made.parent.iterdir()):
+        made.parent.rmdir()
     discard(lost)
     return partial.rename(lost)
 

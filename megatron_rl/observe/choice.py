@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.evaluation import CLEAR_ERRORS
 from megatron_rl.protocol.exports import candidate_name, candidate_step
 from megatron_rl.protocol.metrics import Row
 
@@ -130,9 +131,9 @@ def prompts_text(count: int, *, is_held_out: bool = False) -> str:
 
 
 def difference_text(difference: float, sigmas: float | None, other: str) -> str:
-    """A difference to another accuracy; below 3 combined standard errors it is undecided."""
+    """A difference to another accuracy; below CLEAR_ERRORS it is undecided."""
     text = f"{difference:+.3f} to {other}"
     if sigmas is None:
         return text
-    verdict = "" if abs(sigmas) >= 3 else ": too little to tell from chance"
+    verdict = "" if abs(sigmas) >= CLEAR_ERRORS else ": too little to tell from chance"
     return f"{text}, {sigmas:+.1f} combined standard errors{verdict}"

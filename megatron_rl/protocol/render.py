@@ -167,7 +167,8 @@ class Renderer:
             unsure.append((index, text))
         for start in range(0, len(unsure), _BATCH_PROMPTS):
             batch = unsure[start : start + _BATCH_PROMPTS]
-            ids = self.tokenizer([text for _, text in batch], add_special_tokens=False)
+            texts = [text for _, text in batch]
+            ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)
             for (index, _), prompt_ids in zip(batch, ids["input_ids"], strict=True):
                 refusal = self.find_refusal(len(prompt_ids), max_new_tokens)
                 if refusal := refusal or self.find_foreign(prompt_ids):
@@ -245,8 +246,8 @@ class Renderer:
         return [*self.encode(self.form.around(text)), self.end_id]
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        # verbose: warns of texts beyond the model's positions, which `find_refusal` names better.
+        return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, without its stop token; other special tokens stay."""

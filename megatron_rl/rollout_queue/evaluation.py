@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.evaluation import AUTO_PROMPTS
+from megatron_rl.config.evaluation import AUTO_PROMPTS, CLEAR_ERRORS
 from megatron_rl.config.staging import longest_stage
 from megatron_rl.config.tree import Config, EvalConfig
 from megatron_rl.data.prompts import PromptSets
@@ -106,9 +106,10 @@ def describe_evaluation(sets: Sequence[EvaluationSet]) -> list[str]:
     for one in sets:
         if len(one.prompts) < _FEW_PROMPTS:
             error = 0.5 / len(one.prompts) ** 0.5
+            gain = CLEAR_ERRORS * 2**0.5 * error
             lines.append(
                 f"warning: too few, {one.described}: the standard error of the accuracy is up "
-                f"to {error:.2f}, so only a gain of {8**0.5 * error:.2f} would be beyond two "
+                f"to {error:.2f}, so only a gain of {gain:.2f} would be {CLEAR_ERRORS} combined "
                 "standard errors. Give more prompts, raise prompts.held_out_share, or name a "
                 "larger set in [[eval.sets]]"
             )

@@ -1,5 +1,6 @@
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -122,11 +123,13 @@ def test_the_list_names_every_shipped_configuration(monkeypatch: pytest.MonkeyPa
 def test_the_list_says_what_each_shipped_configuration_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("COLUMNS", "500")
     lines = {line.split()[0]: line for line in call(monkeypatch, "list")[1].splitlines()}
     assert lines["tiny"].split()[1] == "nothing"
     assert "model.path, prompts.0.path  " in lines["one_gpu"]
     assert "model.path, prompts.0.path, sft.dataset" in lines["quickstart"]
+    # Name, needs, and what it is.
+    assert all(len(re.split(r"\s{2,}", lines[name].strip())) == 3 for name in shipped())
 
 
 def test_tiny_by_name_makes_its_model_and_tasks_where_none_are_named(

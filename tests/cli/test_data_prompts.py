@@ -198,6 +198,7 @@ HISTORY = [
         ({"messages": HISTORY}, "message 1 has 'tool_calls', which prompts cannot have"),
         ({"messages": json.dumps(HISTORY)}, "message 1 has 'tool_calls', which prompts cannot"),
         ({"question": "2+3?", "tools": [TOOL]}, "'tools' offers tools, and prompts are rendered"),
+        ({"question": "2+3?", "tools": [{"type": "web_search"}]}, "'tools' offers tools"),
         ({"question": "2+3?", "tools": json.dumps([TOOL])}, "'tools' offers tools, and prompts"),
     ],
 )

@@ -120,6 +120,14 @@ def test_problems_are_kept_in_each_language_with_the_tests_that_are_left(tmp_pat
 def test_bad_entries_and_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="p.jsonl:1: the entry is not the JSON of tests"):
         check_tests(rows(tmp_path, {"entry": "no"}), {}, options=OPTIONS)
+    # A mathematical problem that has no task is read as one of code.
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"question": "1+1?", "answer": "2"}\n')
+    words = r"p\.jsonl:1: there is no entry; .* has no task and is taken as 'code' \(--task\)"
+    with pytest.raises(InputError, match=words):
+        check_tests(read_rows(path, task="code"), {}, options=OPTIONS)
+    with pytest.raises(InputError, match="there is no entry; .* only where it is known$"):
+        check_tests(rows(tmp_path, {"task": "code"}), {}, options=OPTIONS)
     with pytest.raises(InputError, match="--languages"):
         CodeTestOptions(languages=["ada"])
     with pytest.raises(InputError, match="--relabel-agreement"):

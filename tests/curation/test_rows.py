@@ -168,3 +168,13 @@ def test_a_fault_is_told_with_file_and_row(
 ) -> None:
     with pytest.raises(InputError, match=message):
         read_rows(write(tmp_path / "in.parquet", [*ROWS, row]))
+
+
+def test_a_task_that_a_run_would_not_assume_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"question": "q?", "answer": "7"}\n')
+    assert PromptSource(path=path).task == "math"
+    [plain], [given] = read_rows(path), read_rows(path, task="exact")
+    assert "task" not in plain.line() and given.line()["task"] == "exact"
+    path.write_text(encode_lines([given.line()]))
+    assert [row.prompt for row in read_rows(path)] == [given.prompt]

@@ -1,6 +1,7 @@
 """The whole system, on a tiny random model, while its launcher is killed and started again."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -139,9 +140,12 @@ def test_a_lost_checkpoint_is_rebuilt_and_resumed_from(
     mark = read_complete_mark(lost)
     shutil.rmtree(lost)
     steps = ["--step", EVERY + 1, "--to", step]
-    with commands.launched("replay", run_dir, *steps, "--rebuild") as replay:
+    with commands.launched("replay", run_dir, *steps, "--rebuild", "--export") as replay:
         found, _ = replay.communicate(timeout=200)
     assert replay.returncode == 0, found
+    [model] = run_dir.glob("replay_*/hf/*")
+    assert model.name == f"step_{step:06d}" and (model / "model.safetensors").exists()
+    assert re.search(rf"^Model +{model}$", found, re.M) and f"Checkpoint          {lost}" in found
     # Weights, optimizer state and the queue's state, bit for bit.
     rebuilt = read_complete_mark(lost)
     names = [name for name in mark.files if name.endswith((".distcp", ".json"))]

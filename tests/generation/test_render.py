@@ -1,7 +1,9 @@
 """Prompts and completions through the tiny tokenizer, one character a token."""
 
 import asyncio
+import io
 import json
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,20 @@ def test_a_token_that_the_model_lacks_is_refused_by_its_name(
     assert list(renderer.find_refusals(conversations, 8)) == [1, 3]
     # Of the same tokenizer, all are the model's own.
     assert render(make(models_dir), "1+1.") == ids("user:1+1.=>")
+
+
+def test_only_our_own_text_says_that_a_prompt_is_too_long(models_dir: Path) -> None:
+    renderer, said = make(models_dir), io.StringIO()
+    renderer.tokenizer.model_max_length = 4
+    handler = logging.StreamHandler(said)
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        assert len(render(renderer, "1+1")) > 4
+        conversation = Conversation("sums", [ChatMessage("user", "1" * 70)])
+        assert "tokens; allowed" in renderer.find_refusals([conversation], 8)[0]
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert said.getvalue() == ""
 
 
 def test_refusals_of_many_are_those_of_each(models_dir: Path) -> None:

@@ -80,9 +80,11 @@ def test_steps_since_the_checkpoint_are_trained_too(
 
 def test_a_folder_is_not_written_over(tmp_path: Path) -> None:
     run_dir = run_with(tmp_path / "run", [0], [])
-    (run_dir / "replay_000001").mkdir()
-    with pytest.raises(InputError, match="--out"):
-        find_replay(run_dir, 1, 1, None, ())
+    for name in ("replay_000001", "replay_000001_2", "replay_000001_3"):
+        assert find_replay(run_dir, 1, 1, None, ()).out == run_dir / name
+        (run_dir / name).mkdir()
+    with pytest.raises(InputError, match="replay_000001_2 exists: remove it, or .* by --out"):
+        find_replay(run_dir, 1, 1, run_dir / "replay_000001_2", ())
 
 
 def test_figures_of_the_machine_are_no_difference() -> None:
@@ -146,6 +148,7 @@ def test_a_checkpoint_whose_figures_differ_stays_outside_the_run(
     assert where == (torn if is_equal else out / CHECKPOINTS / "step_000008")
     assert complete_checkpoints(where.parent) == {8: where}
     assert (8 in complete_checkpoints(run_dir / CHECKPOINTS)) == is_equal
+    assert (out / CHECKPOINTS).exists() != is_equal
 
 
 def resumes(run_dir: Path, *starts: tuple[int, str]) -> None:

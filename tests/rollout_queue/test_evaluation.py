@@ -130,7 +130,7 @@ def test_it_is_said_what_is_evaluated_on_and_that_a_handful_tells_nothing() -> N
     assert said(30) == ["evaluated on: 30 held-out prompts (4 completions each, temperature 1)"]
     line, warning = said(4, "aime")
     assert "4 of the set aime prompts" not in line and "4 prompts of the set aime" in line
-    # 0.5 / sqrt(4); two standard errors of a difference: 2 sqrt(2) 0.25.
-    assert "up to 0.25," in warning and "gain of 0.71" in warning
+    # 0.5 / sqrt(4); three standard errors of a difference: 3 sqrt(2) 0.25.
+    assert "up to 0.25," in warning and "gain of 1.06 would be 3 combined" in warning
     line, warning = said(1)
     assert "1 held-out prompt (4 completions" in line and "too few, 1 held-out prompt:" in warning

@@ -1,6 +1,7 @@
 """The recipe in small: what is planted, and how what is found is counted."""
 
 import json
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -47,6 +48,17 @@ def test_what_is_planted_is_what_is_written_down(tmp_path: Path) -> None:
         assert row["id"] == note["id"] and note["answer"] == right
         assert row["answer"] == expected.get(note["kind"], row["answer"])
         assert row["question"].startswith("mix" if note["kind"] == "unsolvable" else "sort")
+
+
+def test_listed_commands_can_be_pasted(tmp_path: Path) -> None:
+    small = Miniature(tmp_path / "mini out")
+    write(small.data("given"), [{"id": "it's"}])
+    copied = small.data("copied")
+    small.call(copied, "json.tool", "--json-lines", small.data("given"), copied)
+    first = copied.read_text()
+    copied.unlink()
+    subprocess.run(["bash", small.out / "commands.txt"], cwd=tmp_path, check=True, timeout=60)
+    assert copied.read_text() == first and json.loads(first) == {"id": "it's"}
 
 
 def test_labels_are_counted_by_hand(tmp_path: Path) -> None:

@@ -34,7 +34,14 @@ from megatron_rl.data.tables.files import (
 )
 from megatron_rl.data.tables.folders import TableFiles, find_files
 from megatron_rl.data.tables.rows import RowFault, RowReader
-from megatron_rl.data.tables.where import Condition, check_columns, holds, parse_condition, value_of
+from megatron_rl.data.tables.where import (
+    Condition,
+    check_columns,
+    describe_kinds,
+    holds,
+    parse_condition,
+    value_of,
+)
 from megatron_rl.protocol.types import Prompt
 
 
@@ -121,9 +128,10 @@ def read_table(
         else:
             faults.append(found if not faults else found._replace(text=""))
     if not table.has_rows:
+        unmet = table.first_unmet_text()
         raise InputError(
-            f"{label} has no rows{' that meet prompts.where' if source.where else ''}: expected a "
-            "question and its answer in each"
+            f"{label} has no rows{' that meet prompts.where' if unmet else ''}: "
+            f"{unmet or 'expected a question and its answer in each'}"
         )
     table.check_given()
     if faults and (source.faulty == "refuse" or not prompts):
@@ -175,6 +183,8 @@ class _Table:
         """Id of each prompt by its file and row."""
         self._left_out: Counter[str] = Counter()
         """Number of rows by reason."""
+        self._unmet: tuple[Condition, Any] | None = None
+        """The condition that the first row left out does not meet, and its value there."""
         self.has_rows = False
         """Whether any row was read that meets prompts.where."""
         self._first: dict[str, str] = {}
@@ -226,6 +236,14 @@ class _Table:
             f"{count:,} rows of {self._label} do not meet prompts.where={list(self._source.where)} "
             "(values of CSV files are texts: compare them with quoted ones). Of the other rows: "
         )
+
+    def first_unmet_text(self) -> str:
+        """Why the first row does not meet prompts.where; "" if no row was left out."""
+        if self._unmet is None:
+            return ""
+        condition, value = self._unmet
+        plain = f"the first row has {condition.column} = {repr(value)[:100]}"
+        return f"{condition.text!r}: {describe_kinds(condition, value) or plain}"
 
     def check_given(self) -> None:
         """Raise InputError for a configured column that no row has."""
@@ -311,10 +329,13 @@ class _Table:
         return f"{inside.with_name(stem_of(inside)).as_posix()}:{number}"
 
     def _is_wanted(self, fields: dict[str, Any], place: str) -> bool:
-        def is_true(condition: Condition) -> bool:
+        for condition in self._conditions:
+            value = value_of(fields, condition.column)
             try:
-                return holds(condition, value_of(fields, condition.column))
+                is_met = holds(condition, value)
             except InputError as error:
                 raise InputError(f"{place}: {error}") from error
-
-        return all(map(is_true, self._conditions))
+            if not is_met:
+                self._unmet = self._unmet or (condition, value)
+                return False
+        return True

@@ -58,7 +58,39 @@ def holds(condition: Condition, value: Any) -> bool:
     try:
         return _ORDERS[sign](value, wanted)
     except TypeError as error:
-        raise InputError(f"prompts.where = {condition.text!r}: {error}") from error
+        hint = describe_kinds(condition, value)
+        raise InputError(
+            f"prompts.where = {condition.text!r}: {error}{f'; {hint}' if hint else ''}"
+        ) from error
+
+
+def describe_kinds(condition: Condition, value: Any) -> str:
+    """Why a text meets no condition on numbers, or a number none on texts, and the fix; else ""."""
+    column, sign, given = condition.column, condition.sign, condition.value
+    wanted = given if isinstance(given, list) else [given]
+    if isinstance(value, str) and wanted and all(map(_is_number, wanted)):
+        quoted: Any = list(map(str, wanted)) if isinstance(given, list) else str(given)
+        # Texts have no order as numbers, so the wanted ones are named.
+        sign, quoted = ("in", [value[:100]]) if sign in _ORDERS else (sign, quoted)
+        return (
+            f"the column {column!r} holds texts, as {_as_toml(value[:100])}, and the condition has "
+            f"numbers. Quote the values, as in {column} {sign} {_as_toml(quoted)}"
+        )
+    if _is_number(value) and wanted and all(isinstance(one, str) for one in wanted):
+        return (
+            f"the column {column!r} holds numbers, as {value}, and the condition has texts. Write "
+            "its values without quotes"
+        )
+    return ""
+
+
+def _as_toml(value: str | list[str]) -> str:
+    """JSON, whose quoted texts and lists are TOML too."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=0).decode()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def value_of(fields: Mapping[str, Any], column: str) -> Any:

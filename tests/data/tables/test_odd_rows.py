@@ -172,8 +172,11 @@ def test_a_column_of_rates_is_used_or_said(
 
 def test_a_condition_that_no_row_meets_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"question": "p", "answer": "7", "level": 5}])
-    with pytest.raises(InputError, match=r"a\.jsonl has no rows that meet prompts\.where"):
+    unmet = r"a\.jsonl has no rows that meet prompts\.where: "
+    with pytest.raises(InputError, match=f"{unmet}'level == 4': the first row has level = 5"):
         read(path, where=["level == 4"])
+    with pytest.raises(InputError, match=f"{unmet}.* holds numbers, as 5, .* without quotes"):
+        read(path, where=["level == '5'"])
 
 
 def test_rows_of_reasoning_gym_need_its_marks(tmp_path: Path) -> None:

@@ -189,6 +189,24 @@ def test_conditions_that_leave_faulty_rows_alone_are_named(tmp_path: Path) -> No
     assert len(read(path, where=["level == '1'"], faulty="drop").prompts) == 2
 
 
+@pytest.mark.parametrize(
+    ("where", "fix"),
+    [
+        ("level in [4, 5]", 'level in ["4", "5"]'), ("level == 4", 'level == "4"'),
+        ("level > 3", 'level in ["4"]'),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_text_of_csv_equals_are_named_with_the_fix(
+    tmp_path: Path, where: str, fix: str
+) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("problem,solution,level\n2+2,\\boxed{4},4\n")
+    with pytest.raises(InputError, match="the column 'level' holds texts, as \"4\"") as error:
+        read(path, where=[where])
+    assert str(error.value).endswith(f"Quote the values, as in {fix}")
+    assert [prompt.answer for prompt in read(path, where=[fix]).prompts] == ["4"]
+
+
 def test_a_row_of_csv_with_other_columns_is_a_fault(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("question,answer\np,1\nq,2,3\nr\n")
