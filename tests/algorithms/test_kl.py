@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.tokens import Segments
+from megatron_rl.algorithms.kl import kl_advantages
+from megatron_rl.algorithms.tokens import Segments, Tokens
+from megatron_rl.config.algorithm import KlConfig
 from tests.algorithms.tabular import (
     BANDIT,
     LIMIT,
@@ -64,6 +66,20 @@ def test_sums_to_the_end_of_a_sequence_are_those_of_its_tokens_alone() -> None:
     of = numbers.repeat_interleave(lengths)
     found = Segments(of, lengths.cumsum(0), numbers, numbers * 0).to_go(values)
     torch.testing.assert_close(found, torch.cat(expected).float(), rtol=1e-6, atol=1e-6)
+
+
+def test_the_baseline_of_a_sequence_is_the_sum_of_the_other_one() -> None:
+    of, numbers = torch.tensor([0, 0, 1, 1]), torch.arange(2)
+    nothing, everywhere = torch.zeros(4), torch.ones(4, dtype=torch.bool)
+    tokens = Tokens(
+        logprobs=torch.tensor([0.1, 0.2, 0.3, 0.4]), generator_logprobs=nothing,
+        advantages=nothing, rewards=nothing, weights=nothing, is_real=everywhere, lags=of * 0,
+        segments=Segments(of, torch.tensor([2, 4]), numbers * 0, numbers, groups=1, members=2),
+        is_gold=~everywhere, reference_logprobs=nothing,
+    )  # fmt: skip
+    found = kl_advantages(tokens, KlConfig(placement="reward", coefficient=1.0))
+    # To go 0.3 and 0.2, less 0.7; 0.7 and 0.4, less 0.3.
+    torch.testing.assert_close(found, torch.tensor([0.4, 0.5, -0.4, -0.1]))
 
 
 @TABLES

@@ -50,6 +50,10 @@ def test_unknown_key_names_the_nearest_one(
             "[expert]\ngenerator.request_timeout_s = 500\nqueue.lease_timeout_s = 400",
             r"set expert.queue.lease_timeout_s to 600, or lower",
         ),
+        (
+            "[expert]\ngenerator.request_timeout_s = 500\nqueue.lease_timeout_s = 500",
+            r"request_timeout_s=500 is not below expert.queue.lease_timeout_s=500",
+        ),
         ("[expert.queue]\nscore_timeout_s = 500", r"set expert.queue.score_timeout_s to 900"),
         ("[expert.verifier]\nanswer_within_s = 300", r"verifier\.code: .*raise the later ones"),
         (

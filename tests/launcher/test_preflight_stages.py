@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.launcher.preflight import check_replay
 from tests.launcher.test_preflight import (
     check,
     long_line,
@@ -80,6 +83,16 @@ def test_the_majority_of_answers_needs_tasks_with_answers_to_compare(
     # Only held-out prompts have the task.
     write_run(tmp_path, decided, [*games[:3], *LINES[3:]])
     check(tmp_path, majority)
+
+
+def test_the_majority_of_answers_excludes_replayed_groups() -> None:
+    given = [
+        "replay.share=0.5", "replay.buffer_groups=16", "algorithm.advantage_estimator.name=majority"
+    ]  # fmt: skip
+    said = r"replay.share=0.5 and .*'majority' exclude each other: which answers are the same"
+    with pytest.raises(InputError, match=said):
+        check_replay(load_config(None, given))
+    check_replay(load_config(None, given[:2]))
 
 
 def test_a_variable_that_environments_would_lack_is_named(

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_rl.config.errors import InputError
@@ -20,7 +21,7 @@ from megatron_rl.protocol.stored_batches import (
     write_batch,
     write_state,
 )
-from megatron_rl.protocol.types import RankBatch
+from megatron_rl.protocol.types import MinibatchShare, RankBatch, TrainSequence
 from megatron_rl.rollout_queue.batch_thread import store_batch
 from megatron_rl.rollout_queue.batches import deal_batch
 from tests.rollout_queue.test_batch_thread import as_bytes, order_of
@@ -49,6 +50,21 @@ def test_another_number_of_ranks_gets_the_batch_that_the_queue_would_have_dealt(
         deal_batch(order_of(6, 5, 3)), dp_size, budget_tokens=32_768, cost=TOKENS
     )  # fmt: skip
     assert as_bytes(found) == as_bytes(expected)
+
+
+def test_members_are_dealt_again_in_the_order_of_their_group() -> None:
+    def share(rank: int, *members: int) -> RankBatch:
+        tokens, logprobs = np.zeros(4, np.int32), np.zeros(3, np.float32)
+        sequences = [
+            TrainSequence(tokens, 1, logprobs, [(0, 3)], 0.0, 1.0, member=member)
+            for member in members
+        ]
+        return RankBatch(0, rank, [MinibatchShare([sequences], groups=1, members=4)], {})
+
+    shares = [share(0, 0, 2), share(1, 1, 3)]
+    [found] = deal_again(shares, 1, budget_tokens=32_768, cost=TOKENS)
+    [microbatch] = found.minibatches[0].microbatches
+    assert [sequence.member for sequence in microbatch] == [0, 1, 2, 3]
 
 
 def test_a_damaged_batch_is_named(tmp_path: Path) -> None:

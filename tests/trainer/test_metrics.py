@@ -13,7 +13,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.sequence_cost import SequenceCost
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
-from megatron_rl.trainer.metrics import StepMetrics, SumsLayout, Utilisation
+from megatron_rl.trainer.metrics import StepMetrics, SumsLayout, Utilisation, loss_metrics
 from tests.distributed import run_ranks
 
 VALUES = {
@@ -38,6 +38,31 @@ def test_small_numbers_keep_their_digits(tmp_path: Path) -> None:
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
     for name, value in VALUES.items():
         assert abs(row[name] - value) <= 1e-11 * value, name
+
+
+def test_sums_become_shares_of_tokens() -> None:
+    sums = {
+        "loss": 0.5, "entropy": 6.0, "tokens": 4.0, "clip_fraction_low": 1.0,
+        "clip_fraction_high": 2.0, "advantage": 2.0, "advantage_square": 5.0,
+        "behaviour_ratio": 6.0, "behaviour_ratio_square": 12.0, "correction_changed": 1.0,
+        "gold_logprob": -3.0, "gold_tokens": 2.0, "reference_k1": 2.0,
+    }  # fmt: skip
+    found = {metric.name: metric.value / metric.count for metric in loss_metrics(sums)}
+    assert found == {
+        "train/loss": 0.5,
+        "train/clip_fraction": 0.75,
+        "train/clip_fraction_low": 0.25,
+        "train/clip_fraction_high": 0.5,
+        "train/entropy_nats": 1.5,
+        "train/advantage_mean": 0.5,
+        "train/advantage_std": 1.0,
+        "train/correction_changed": 0.25,
+        "train/behaviour_ratio_mean": 1.5,
+        "train/effective_sample_share": 0.75,
+        "train/gold_logprob": -1.5,
+        "train/gold_tokens": 2.0,
+        "train/reference_k1": 0.5,
+    }
 
 
 def test_utilisation_is_three_passes_over_the_peak_of_all_ranks() -> None:

@@ -1,5 +1,6 @@
 """Schedule by hand; a step that is not finite touches nothing, on any rank."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -89,19 +90,52 @@ def test_infinity_on_one_rank_skips_the_step_on_all(
         assert results[0].grad_norm == pytest.approx(ranks[0][0][0].grad_norm)
 
 
-def test_norm_counts_each_parameter_once_under_tensor_parallelism(tmp_path: Path) -> None:
-    write_model(tmp_path / "llama")
-    norms = []
-    for parallel in (ParallelConfig(), ParallelConfig(tensor=2)):
-        ranks = run_ranks(norm_of_ones, parallel.world_size, tmp_path / "llama", parallel)
-        norms.append(ranks[0])
-    # Padded vocabulary is 256 under both splits, so both have the same count of elements.
-    assert norms[1] == pytest.approx(norms[0])
+@dataclass
+class Steps:
+    """A step without gradient from weights of one, then one whose norm is above skip_grad_norm."""
+
+    decayed: dict[int, list[float]]  # by dimensions of a parameter: the weights after the first
+    exploded: StepResult
+    gradients: list[str]  # names of parameters that still have one
 
 
-def norm_of_ones(folder: Path, parallel: ParallelConfig) -> float:
+def decay_then_explode(folder: Path, parallel: ParallelConfig) -> Steps:
     loaded = load_on_rank(folder, parallel)
-    optimizer = build_optimizer(OptimizerConfig(), loaded.model)
-    for parameter in loaded.model[0].parameters():
+    optimizer = build_optimizer(OptimizerConfig(weight_decay=0.1), loaded.model)
+    parameters = named_parameters(loaded.model)
+    for parameter in parameters.values():
+        torch.nn.init.ones_(parameter)
+    zero_gradients(loaded.model, optimizer)
+    step_if_finite(optimizer, lr=0.01)
+    decayed: dict[int, set[float]] = {}
+    for parameter in parameters.values():
+        decayed.setdefault(parameter.dim(), set()).update(parameter.flatten().tolist())
         parameter.main_grad.fill_(1.0)
-    return step_if_finite(optimizer, lr=0.0).grad_norm
+    exploded = step_if_finite(optimizer, lr=0.01, skip_norm=0.5)
+    left = [name for name, one in parameters.items() if one.grad is not None and one.grad.any()]
+    return Steps({count: sorted(found) for count, found in decayed.items()}, exploded, left)
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> list[Steps]:
+    """Of one rank, and of the first of two tensor ranks."""
+    folder = tmp_path_factory.mktemp("model") / "llama"
+    write_model(folder)
+    layouts = (ParallelConfig(), ParallelConfig(tensor=2))
+    return [run_ranks(decay_then_explode, each.world_size, folder, each)[0] for each in layouts]
+
+
+def test_norm_counts_each_parameter_once_under_tensor_parallelism(steps: list[Steps]) -> None:
+    # Padded vocabulary is 256 under both splits, so both have the same count of elements.
+    assert steps[1].exploded.grad_norm == pytest.approx(steps[0].exploded.grad_norm)
+
+
+def test_matrices_decay_and_norms_do_not(steps: list[Steps]) -> None:
+    for each in steps:
+        # A matrix loses lr * weight_decay = 0.01 * 0.1 of itself.
+        assert each.decayed == {1: [1.0], 2: [pytest.approx(0.999)]}
+
+
+def test_an_explosion_leaves_no_gradient(steps: list[Steps]) -> None:
+    for each in steps:
+        assert each.exploded.has_exploded and each.gradients == []

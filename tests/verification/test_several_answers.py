@@ -9,6 +9,7 @@ from tests.verification.requests import boxed, make_request, make_rules
 from verification.audit import says_number
 from verification.draft import Draft
 from verification.score import score, screen
+from verification.verdict import GradingError
 
 RULES = make_rules()
 LABEL = ["\\frac{7}{2}", "3.5"]
@@ -56,6 +57,17 @@ def test_a_comparison_of_ones_own_sees_each_accepted_answer() -> None:
     assert found == ["correct", "correct", "wrong_answer"]
 
 
+def as_number(answer: str, request: ScoreRequest) -> int:
+    return int(answer == request.answer)
+
+
+def test_a_comparison_of_ones_own_that_returns_a_number_is_refused() -> None:
+    rules = make_rules(tasks={"own": TaskConfig(compare=f"{__name__}:as_number")})
+    said = "as_number' returned 1 of the type int, expected a bool"
+    with pytest.raises(GradingError, match=said):
+        score(ask("a", ["a"], task="own"), rules)
+
+
 def test_plain_text_decides_about_each_before_a_grading_process() -> None:
     found = screen(ask("7/2", LABEL), RULES)
     assert isinstance(found, Score) and found.is_correct
@@ -68,6 +80,9 @@ def test_an_answer_that_leaves_the_work_undone_is_refused_against_each() -> None
     problem = "What is $\\cos 60^\\circ$?"
     answers = ["\\frac{1}{2}", "0.5"]
     assert score(ask("\\cos 60^\\circ", answers, problem=problem), RULES).reason == "unevaluated"
+    # An accepted answer that it does not equal hides nothing, wherever it stands.
+    for mixed in (["7", "0.5"], ["0.5", "7"]):
+        assert score(ask("\\cos 60^\\circ", mixed, problem=problem), RULES).reason == "unevaluated"
     # The set accepts it.
     accepted = [*answers, "\\cos 60^\\circ"]
     assert score(ask("\\cos 60^\\circ", accepted, problem=problem), RULES).reason == "correct"

@@ -42,14 +42,13 @@ class Play:
     held: dict[str, list[dict[str, Tensor]]] = field(default_factory=dict)
     transports: list[FolderTransport] = field(default_factory=list)
     call: int = 0
+    number: int = -1
+    """Of the layouts."""
 
     def __post_init__(self) -> None:
-        like, kind = Place(Share(0, 1), Share(0, 1), Share()), EngineKind("scripted", ENGINE_RANKS)
-        size = self.dtype.itemsize
-        self.layouts = Layouts(WIDE, like, TRAINERS, kind, size, 100_000 * size, False)
-        self.plan = self.layouts.plan()
         self.store = open_store("127.0.0.1", 0, is_master=True, timeout_s=LIMIT_S)
-        self.store.set(key("layouts", 0), msgspec.json.encode(self.layouts))
+        self.lay_out(100_000)
+        like = self.layouts.like
         self.slices = [
             trainer_slices(WIDE, place_of(rank, TRAINERS, like)) for rank in range(TRAINERS)
         ]
@@ -59,6 +58,14 @@ class Play:
         }
         self.weights = {name: tensor.to(self.dtype) for name, tensor in weights.items()}
         self.senders = [self._sender(rank) for rank in range(TRAINERS)]
+
+    def lay_out(self, bucket: int) -> None:
+        """Let transfers follow new layouts, with so many elements in a round."""
+        like, kind = Place(Share(0, 1), Share(0, 1), Share()), EngineKind("scripted", ENGINE_RANKS)
+        size = self.dtype.itemsize
+        self.layouts = Layouts(WIDE, like, TRAINERS, kind, size, bucket * size, False)
+        self.plan, self.number = self.layouts.plan(), self.number + 1
+        self.store.set(key("layouts", self.number), msgspec.json.encode(self.layouts))
 
     def _sender(self, rank: int) -> Sender:
         store = open_store("127.0.0.1", self.store.port, is_master=False, timeout_s=LIMIT_S)
@@ -93,7 +100,9 @@ class Play:
         """A transfer to all engines; the order is rank 0's."""
         call, names = self.call, tuple(self.engines)
         self.call += 2
-        order = Call(call, version, 0, "group", names, LIMIT_S, LIMIT_S, base, needs_whole, keeps)
+        order = Call(
+            call, version, self.number, "group", names, LIMIT_S, LIMIT_S, base, needs_whole, keeps
+        )
         with ThreadPoolExecutor(16) as pool:
             taking = [
                 pool.submit(rank.take, self._receive(name, version, call))
@@ -121,11 +130,13 @@ class Play:
     def _send(self, rank: int, sender: Sender) -> None:
         rounds = self.plan.of_sender(rank)
         ends = outgoing(rounds, self.weights, self.dtype, stages_all=True)
-        sender.serve({0: ends}, {0: self.plan})
+        sender.serve({self.number: ends}, {self.number: self.plan})
 
     def _receive(self, name: str, version: int, call: int) -> Receive:
         port = self.store.port
-        return Receive("127.0.0.1", port, SYNCER, name, 0, FOLDER, call, version, LIMIT_S, self.url)
+        return Receive(
+            "127.0.0.1", port, SYNCER, name, self.number, FOLDER, call, version, LIMIT_S, self.url
+        )
 
     def _read(self, key: str, kind: type) -> object:
         return msgspec.json.decode(self.store.get(key), type=kind)
@@ -253,6 +264,17 @@ def test_a_difference_to_other_parameters_than_claimed_is_damaged(tmp_path: Path
         assert [each.holds for each in run.ready["a"]] == [1, -1]
 
 
+def test_new_layouts_are_followed_from_the_next_transfer(tmp_path: Path) -> None:
+    with play(tmp_path) as run:
+        run.start("a")
+        assert is_good(run.sync(0))
+        rounds = len(run.plan.rounds)
+        run.lay_out(50_000)
+        assert len(run.plan.rounds) > rounds
+        run.train(0.5)
+        assert is_good(run.sync(1)) and run.is_held("a")
+
+
 def test_a_file_that_changed_on_its_way_ends_in_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,6 +346,8 @@ def test_an_engine_outlives_an_object_store_that_is_not_reached() -> None:
         # Files that stay fail nothing.
         with unreachable(files, "rm"):
             assert is_good(run.sync(2))
+        # A transfer that failed may have overwritten a part of version 0.
+        assert [each.holds for each in run.ready["a"]] == [-1, -1]
         assert is_good(run.sync(3)) and run.is_held("a")
 
 

@@ -227,6 +227,3 @@ def test_what_lies_elsewhere_than_on_eight_bytes_or_in_another_dtype_is_staged()
     for parameter in (flat[1:].view(256, 512), flat[:-1].view(256, 512).double()):
         first, _ = end_of({"a": parameter}, parcel, torch.float32, is_sender=True).packets
         assert first.is_staged
-
-
-# --- between ranks ------------------------------------------------------------------------------

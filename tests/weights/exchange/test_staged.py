@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from megatron_rl.weights.exchange.engine_rank import EngineRank
 from megatron_rl.weights.exchange.group_transport import GroupTransport
-from megatron_rl.weights.exchange.orders import Call
+from megatron_rl.weights.exchange.orders import Call, Report, key
 from megatron_rl.weights.exchange.parcels import (
     StagedParameters,
     incoming,
@@ -21,6 +24,8 @@ from megatron_rl.weights.exchange.parcels import (
 from megatron_rl.weights.exchange.plan import Plan, make_plan
 from megatron_rl.weights.layout.slices import Slice
 from tests.distributed import run_ranks
+from tests.weights.exchange.test_folder import WIDE, play
+from tests.weights.made_up import allocate
 
 COUNT, ROWS, COLUMNS, BUCKET_BYTES = 12, 32, 8, 512
 NAMES = [f"layer.{number}" for number in range(COUNT)]
@@ -107,3 +112,34 @@ def test_rounds_that_were_not_asked_for_take_no_memory() -> None:
     assert held.most == 0
     next(rounds)
     assert held.most == 1
+
+
+class Noted(StagedParameters):
+    """Notes the beginning and the failure of each transfer."""
+
+    def __init__(self, like: dict[str, Tensor]) -> None:
+        super().__init__(like)
+        self.events: list[str] = []
+
+    def begin(self, elements: Mapping[str, int]) -> None:
+        self.events.append("begin")
+
+    def arrived(self, name: str, elements: int) -> None:
+        pass
+
+    def finish(self) -> int:
+        return 0
+
+    def drop(self) -> None:
+        self.events.append("drop")
+
+
+def test_a_transfer_that_is_called_off_frees_what_was_staged(tmp_path: Path) -> None:
+    with play(tmp_path) as run:
+        staged = Noted(allocate(run.layouts.kind.slices(WIDE, 0)))
+        rank = EngineRank(lambda: staged, 0, run.dtype, may_pad_ffn=False)
+        run.store.set(key("go", 0), msgspec.json.encode(Call(0)))
+        rank.take(run._receive("a", 0, 0))
+        report = run._read(key("done", 0, "a", 0), Report)
+        assert "called the transfer off" in report.error and staged.events == ["begin", "drop"]
+        rank.leave()

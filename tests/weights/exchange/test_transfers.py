@@ -105,6 +105,9 @@ def exchange_between_four(kind: str) -> tuple[int, int, Report | None, bool]:
         result = receive(ends, transport, **options)
         assert result.peak_bytes == transport.peak_bytes
         is_right = torch.equal(parameters["b"], matrix[32 * (rank - 2) :][:32])
+    # Both ends have let go of the memory that they shared.
+    if isinstance(transport, SharedTransport):
+        assert not transport._memories and not transport._opened
     peak = transport.peak_bytes
     assert count[1] <= 2 * bucket_bytes and peak <= plan.peak_bytes()
     dist.barrier()

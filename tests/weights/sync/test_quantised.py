@@ -1,6 +1,8 @@
 """Parameters that a library keeps quantised are synced as their values, dequantised once."""
 
 import os
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,23 @@ def test_slices_are_values_and_cost_one_dequantising() -> None:
     sent = [packet.data for [end] in ends[:-1] for packet in end.packets if packet.data is not None]
     assert torch.equal(torch.cat(sent).view(torch.float32).view(ROWS, COLUMNS), torch.cat(places))
     assert parameters["p"] is plain
+
+
+def test_two_threads_that_ask_at_once_cost_one_dequantising() -> None:
+    held = quantised(2, 2)
+    parameters = PlainParameters({"q": held})
+    with ThreadPoolExecutor(1) as pool:
+        other: list[Future[Tensor]] = []
+
+        def ask_again(times: int) -> None:
+            if times == 1:
+                other.append(pool.submit(parameters.__getitem__, "q"))
+                # Time to find the parameter missing, and to wait.
+                time.sleep(0.05)
+
+        held.before_dequantising = ask_again
+        found = parameters["q"]
+        assert other[0].result(SLACK_S) is found and held.times == 1
 
 
 def test_torchs_own_parameters_are_plain() -> None:
