@@ -64,13 +64,12 @@ async def too_long(prompt, policy):
 
 async def unfit(prompt, policy):
     await policy.chat(prompt.messages).say()
-    refused = 0
-    for text, most in (("half of \\ud83d", 5), ("say", 1 << 64)):
-        try:
-            await policy.judge_reply([{"role": "user", "content": text}], max_tokens=most)
-        except JudgeRefused:
-            refused += 1
-    return Outcome(refused, "asked")
+    # A policy may cause the first one: it is spelled out.
+    await policy.judge_reply([{"role": "user", "content": "half of \\ud83d"}], max_tokens=5)
+    try:
+        await policy.judge_reply([{"role": "user", "content": "say"}], max_tokens=1 << 64)
+    except JudgeRefused:
+        return Outcome(1.0, "refused")
 """
 
 
@@ -214,10 +213,10 @@ def test_messages_without_room_are_refused_to_the_environment(
     assert (found.reason, found.parts["names_the_room"]) == ("refused", 1.0)
 
 
-def test_what_no_message_can_hold_is_refused_to_the_environment(
+def test_a_number_that_no_message_can_hold_is_refused_to_the_environment(
     serving: Callable[[Work], None], tmp_path: Path
 ) -> None:
-    assert played(serving, tmp_path, "unfit").reward == 2.0
+    assert played(serving, tmp_path, "unfit").reason == "refused"
 
 
 def test_the_same_question_is_asked_of_the_engine_once(serving: Callable[[Work], None]) -> None:
