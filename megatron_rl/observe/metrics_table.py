@@ -323,7 +323,8 @@ Other programs get the same rows by `[metrics]` while a run is running, or by
 - `metrics.wandb = "offline"` or `"online"`: Weights & Biases (`pip install wandb`); offline in
   `RUN/wandb`, for `wandb sync`. `wandb_project`, `wandb_entity`, `wandb_name`, `wandb_group` and
   `wandb_tags` name the W&B run. Metrics have the names below, for the cold start with their source
-  in front (`sft/loss`). A resumed run continues its W&B run, which keeps both values of a repeated step.
+  in front (`sft/loss`). A resumed run continues its W&B run, which keeps both values of a step that
+  it repeats.
 - `metrics.prometheus_port = 9400`: `http://127.0.0.1:9400/metrics`;
   `expert.metrics.prometheus_host` sets another address. Every host that reaches it can read them.
 
