@@ -308,6 +308,11 @@ class SftConfig(Section):
             return []
         return [*range(every, self.steps, every), self.steps]
 
+    @property
+    def trains(self) -> bool:
+        """Whether there is a cold start or an SFT baseline."""
+        return self.steps > 0 or self.baseline
+
 
 class CheckpointConfig(Section):
     """Checkpoints of trainer and queue together, and resuming from a checkpoint."""

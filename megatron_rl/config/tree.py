@@ -345,3 +345,8 @@ class Config(Section):
         # While evaluators work, training reaches the next version that is due for evaluation.
         versions = 2 if self.evaluators else 1
         return versions * self.eval.all_timeout_s
+
+    @property
+    def eval_after_start_s(self) -> float:
+        """As `eval_delay_s`, with the start of the engines."""
+        return self.generator.start_timeout_s + self.eval_delay_s

@@ -360,7 +360,7 @@ def engine_command(
 
 def eval_limit_s(config: Config) -> float:
     """Seconds that evaluations have after training or alone; the queue gives up earlier."""
-    return config.generator.start_timeout_s + config.eval_delay_s + _EVAL_MARGIN_S
+    return config.eval_after_start_s + _EVAL_MARGIN_S
 
 
 def _end_serving(own: Node, queue: str) -> None:

@@ -20,7 +20,7 @@ _TAUGHT_EXAMPLES = 16
 def check_sft_dataset(config: Config) -> None:
     """Raise InputError for a line of sft.dataset that is no SFT example, or has an unknown task."""
     sft = config.sft
-    if (sft.steps or sft.baseline) and sft.dataset is None:
+    if sft.trains and sft.dataset is None:
         key = "sft.steps" if sft.steps else "sft.baseline"
         raise InputError(f"{key} needs sft.dataset: name a JSONL file of {{messages, response}}")
     known = config.reward.format_checks
@@ -68,7 +68,7 @@ def describe_sft_openings(config: Config) -> list[str]:
 
 
 def _dataset(sft: SftConfig) -> Path | None:
-    return sft.dataset if sft.steps or sft.baseline else None
+    return sft.dataset if sft.trains else None
 
 
 def _examples(sft: SftConfig) -> Sequence[SftExample]:
