@@ -13,12 +13,11 @@ from megatron_rl.cli.command_line.parameters import Json, RunFolder
 from megatron_rl.cli.command_line.printing import (
     open_console,
     outlive_terminal,
-    printable,
     progress,
     say,
     show_table,
 )
-from megatron_rl.config.errors import InputError
+from megatron_rl.config.errors import InputError, printable
 from megatron_rl.config.files import load_run
 from megatron_rl.evaluation.runs.results import RESULTS
 from megatron_rl.observe.audit import audit_records

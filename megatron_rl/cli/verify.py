@@ -14,8 +14,8 @@ from rich.table import Column, Table
 
 from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import Json, OneConfig, Overrides
-from megatron_rl.cli.command_line.printing import printable, show_table
-from megatron_rl.config.errors import InputError
+from megatron_rl.cli.command_line.printing import show_table
+from megatron_rl.config.errors import InputError, printable
 from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import config_path as path_of
 from megatron_rl.config.staging import longest_stage, resolve_stages

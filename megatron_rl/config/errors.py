@@ -9,7 +9,11 @@ class ConfigError(ValueError):
     """Wrong configuration; the text has the given value and the fix."""
 
 
+def printable(text: str) -> str:
+    """The text with blanks for characters that could move the cursor or change colors."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 def printable_lines(text: str) -> str:
-    """The lines of a text that may quote a file, with blanks for what could control a terminal."""
-    lines = text.split("\n")
-    return "\n".join("".join(c if c.isprintable() else " " for c in line) for line in lines)
+    """As `printable`, with the line breaks of the text."""
+    return "\n".join(map(printable, text.split("\n")))

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_rl.config.aliases import meant
 from megatron_rl.config.derived import DEFAULT_PRESET, DERIVED
-from megatron_rl.config.errors import ConfigError
+from megatron_rl.config.errors import ConfigError, printable
 from megatron_rl.config.files import REQUIRED, load_config, resolve
 from megatron_rl.config.foreign import prime, slime, trl, verl
 from megatron_rl.config.foreign.rules import Nearest, NoCounterpart, Refused, Rule, rule_of
@@ -74,7 +74,7 @@ class Imported:
             for key in keys:
                 name = key.rpartition(".")[2]
                 text = f"{name} = {value_text(self.values[key])}"
-                lines.append(f"{text:29} # {_one_line(', '.join(self.origins[key]))}")
+                lines.append(f"{text:29} # {printable(', '.join(self.origins[key]))}")
         missing = [f"{k}: give {v}" for k, v in REQUIRED.items() if k not in self.values]
         if not any(key.startswith("prompts.") for key in self.values):
             missing.append("[[prompts]]: give path, a file or the name of a data set of the Hub")
@@ -326,9 +326,5 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _one_line(text: str) -> str:
-    return "".join(letter if letter.isprintable() else " " for letter in text)
-
-
 def _comments(lines: list[str]) -> list[str]:
-    return [f"#   {_one_line(line.rstrip())}" for line in lines]
+    return [f"#   {printable(line.rstrip())}" for line in lines]

@@ -124,7 +124,7 @@ def read_tests(row: Row) -> Tests:
         wrong = "there is no entry" if is_empty else f"the entry is not the JSON of tests: {error}"
         assumed = (
             f". The row has no task and is taken as {TASK!r} (--task): give it one, such as "
-            '"task": "math", if it is no code problem'
+            '"task": "math", if it is not a code problem'
         )
         raise InputError(
             f'{place}: {wrong}; expected {{"cases": [{{"stdin": "...", "stdout": "..."}}]}}, '

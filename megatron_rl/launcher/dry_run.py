@@ -12,8 +12,8 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.cli.command_line.printing import printable, say, show_table
-from megatron_rl.config.errors import InputError
+from megatron_rl.cli.command_line.printing import say, show_table
+from megatron_rl.config.errors import InputError, printable
 from megatron_rl.config.thinking import ThinkTags, in_tags
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import prompts_of_run

@@ -26,8 +26,7 @@ from megatron_rl.backend.environment import (
     uses_gpus,
 )
 from megatron_rl.backend.gpu_host import check_driver
-from megatron_rl.cli.command_line.printing import printable
-from megatron_rl.config.errors import InputError
+from megatron_rl.config.errors import InputError, printable
 from megatron_rl.config.generator import refuse_overlap
 from megatron_rl.config.lookup import find_function
 from megatron_rl.config.reward import CODE

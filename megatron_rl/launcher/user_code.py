@@ -6,11 +6,10 @@ Used by the launcher, which records their digests: a resumed run says which of t
 import os
 import re
 import sys
-from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
 
+from megatron_rl.config.layers import leaves
 from megatron_rl.config.tree import Config
 
 _NAME = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
@@ -18,18 +17,13 @@ _OURS = ("megatron_rl", "verification", "generation")
 
 
 def code_files(config: Config) -> list[Path]:
-    """Files of the user's modules by path; not of what they import, nor of our own packages."""
-    modules = {match[1] for text in _texts(config.model_dump()) if (match := _NAME.fullmatch(text))}
+    """Files of the modules that the configuration names, sorted; without those of our packages."""
+    values = (value for _, value in leaves(config.model_dump(), ""))
+    listed = (one for value in values for one in (value if isinstance(value, list) else [value]))
+    matches = (_NAME.fullmatch(one) for one in listed if isinstance(one, str))
+    modules = {match[1] for match in matches if match}
     users = (name for name in modules if name.partition(".")[0] not in _OURS)
     return sorted({path for name in users if (path := _file_of(name)) is not None})
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _texts(one)
 
 
 def _file_of(module: str) -> Path | None:

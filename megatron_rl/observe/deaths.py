@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.cli.command_line.command import PROGRAM
-from megatron_rl.cli.command_line.printing import outlive_terminal, printable
+from megatron_rl.cli.command_line.printing import outlive_terminal
+from megatron_rl.config.errors import printable
 from megatron_rl.protocol.failure import Failure
 from megatron_rl.protocol.process import EXIT_BAD_INPUT, EXIT_FAILED, Interrupted
 from megatron_rl.protocol.wire import DeadlineExceeded

@@ -213,7 +213,7 @@ class Chat:
     async def say(self, *, max_tokens: int | None = None) -> Reply:
         """The policy's next turn. Raises PolicyLimit, also where max_tokens is below 1.
 
-        Raises TypeError for a max_tokens that is no whole number.
+        Raises TypeError if max_tokens is not a whole number.
 
         After a call that was cancelled the chat is of no more use.
         """

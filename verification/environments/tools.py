@@ -158,7 +158,7 @@ async def _call(call: Call, tools: dict[str, Tool]) -> str:
         return f"Error: {fault}"
     try:
         result = await finished(tool.function(**call.arguments))
-        # Here, because the policy can cause what is no JSON: an integer of 5,000 digits.
+        # In the try: the policy can cause a result that JSON cannot hold.
         return result if isinstance(result, str) else json.dumps(result, default=str)
     except Unavailable:
         raise

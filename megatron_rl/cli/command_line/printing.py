@@ -42,11 +42,6 @@ Report = Callable[[int, int | None], None]
 """f(done, total); total is None while unknown."""
 
 
-def printable(text: str) -> str:
-    """The text with blanks for characters that could move the cursor or change colors."""
-    return "".join(char if char.isprintable() else " " for char in text)
-
-
 def say(console: Console, *lines: str) -> None:
     """Print lines unchanged: rich does not wrap or color them, and reads no markup."""
     for line in lines:

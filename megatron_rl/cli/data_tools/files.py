@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.cli.command_line.printing import printable, say, show_table
-from megatron_rl.config.errors import InputError
+from megatron_rl.cli.command_line.printing import say, show_table
+from megatron_rl.config.errors import InputError, printable
 from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import config_path
 from megatron_rl.config.tree import Config

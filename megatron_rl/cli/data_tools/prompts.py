@@ -12,8 +12,8 @@ from rich.table import Table
 
 from megatron_rl.cli.command_line.command import command
 from megatron_rl.cli.command_line.parameters import ConfigFiles, Json, Overrides
-from megatron_rl.cli.command_line.printing import printable, say, show_table
-from megatron_rl.config.errors import InputError
+from megatron_rl.cli.command_line.printing import say, show_table
+from megatron_rl.config.errors import InputError, printable
 from megatron_rl.config.files import load_config, override, read_layers, resolve
 from megatron_rl.config.shipped import config_path, names_shipped
 from megatron_rl.config.staging import longest_stage

@@ -5,7 +5,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.cli.command_line.printing import printable, say, show_table
+from megatron_rl.cli.command_line.printing import say, show_table
+from megatron_rl.config.errors import printable
 from megatron_rl.evaluation.runs.results import Report
 
 _NONE = "-"

@@ -10,11 +10,11 @@ from megatron_rl.cli.command_line.printing import (
     PLAIN_S,
     counted,
     open_console,
-    printable,
     progress,
     say,
     show_table,
 )
+from megatron_rl.config.errors import printable
 
 
 class Clock:
